@@ -1,0 +1,1 @@
+"""Graph rewrites and their analyses, one a file."""

@@ -1,0 +1,1 @@
+"""RidgeFill as a `torch.compile` backend."""

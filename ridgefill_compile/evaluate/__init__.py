@@ -1,0 +1,1 @@
+"""Measures, texts, intervals and pictures."""

@@ -1,0 +1,31 @@
+"""Settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+# Examples build and trace models, so there is no deadline, and their number is small: the fast tests look for what
+# is broken, `HYPOTHESIS_PROFILE=search` for what is rare. Continuous integration draws the same ones every time.
+_NO_HURRY: dict = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+}
+hypothesis.settings.register_profile("fast", max_examples=20, **_NO_HURRY)
+hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, **_NO_HURRY)
+hypothesis.settings.register_profile("search", max_examples=500, **_NO_HURRY)
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "fast")
+hypothesis.settings.load_profile(_PROFILE)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Each test starts with no compiled code: Dynamo counts recompilations per code object, not per model."""
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
