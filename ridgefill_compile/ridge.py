@@ -7,7 +7,8 @@ A map predicts the input `y` of a late layer from the split state `x`. Over `n` 
 
 Only the sums `n, Σx, XᵀX, Σy, XᵀY` are needed, so memory does not grow with the rows, and sums of
 different texts add. Everything is float64: centring subtracts nearly equal numbers
-(`Xᶜᵀ Xᶜ = XᵀX - n μ_x μ_xᵀ`), which a residual stream with its few huge channels would not survive in float32.
+(`Xᶜᵀ Xᶜ = XᵀX - n μ_x μ_xᵀ`), which a residual stream with its few huge channels would not survive in
+float32.
 """
 
 from __future__ import annotations
