@@ -9,8 +9,8 @@ import hypothesis
 import pytest
 import torch
 
-# Examples build and trace models, so there is no deadline, and their number is small: the fast tests look for what
-# is broken, `HYPOTHESIS_PROFILE=search` for what is rare. Continuous integration draws the same ones every time.
+# Examples build and trace models, so there is no deadline, and their number is small: the fast tests look for
+# what is broken, `HYPOTHESIS_PROFILE=search` for what is rare. Continuous integration draws the same ones.
 _NO_HURRY: dict = {
     "deadline": None,
     "print_blob": True,
