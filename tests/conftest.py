@@ -24,8 +24,16 @@ hypothesis.settings.load_profile(_PROFILE)
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """Each test starts with no compiled code: Dynamo counts recompilations per code object, not per model."""
+def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test starts with a fixed seed, no compiled code, and one thread unless it is heavy.
+
+    Dynamo counts recompilations per code object, not per model. Toy tensors gain nothing from threads, and on
+    a busy machine threads cost twenty times the work.
+    """
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    if request.node.get_closest_marker("heavy") is None:
+        torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     torch._dynamo.reset()
