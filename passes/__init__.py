@@ -1,1 +1,12 @@
-"""Graph rewrites and their analyses, one a file."""
+"""Graph rewrites and their analyses, one a file, in the order a prefill graph meets them.
+
+    functionalize   no writes in place: every later pass may reason about values
+    locate          layers, split state, state writes (changes nothing)
+    route           the method: predicted inputs on prefix rows   -- or accumulate, to calibrate
+    demand          which rows of each value are read (changes nothing)
+    eliminate       compute just those
+    verify          after each of them, when asked
+
+Routing comes before elimination because it *defines* what is computed, and elimination must not change it. Nothing
+after routing knows of maps, layers or prompts.
+"""

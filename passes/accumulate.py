@@ -1,0 +1,89 @@
+"""The calibration rewrite: nothing is replaced, and what the ridge fit needs of each layer's input is returned beside.
+
+    results, ...          ->    results, ..., for each split S and late layer l > S, on every `stride`-th row, in float64:
+                                sum x_S [d_in], x_S^T x_S [d_in, d_in], sum x_l [d_out], x_S^T x_l [d_in, d_out]
+
+or, to score maps on held-out text, those rows themselves: x_l [rows / stride, d] of every layer from the first split on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
+from ridgefill_compile.passes.locate import Located
+from ridgefill_compile.passes.rules import TO_THE_END, aten
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What one added result holds: `kind` in "sum_x", "xx", "sum_y", "xy" (of a split), or "rows" (of a layer)."""
+
+    kind: str
+    split: int
+    layer: int
+
+
+def accumulate(
+    module: GraphModule, located: Located, splits: Sequence[int], stride: int, rows: bool = False
+) -> tuple[GraphModule, list[Extra]]:
+    """A copy of the module with accumulators as added results, and what each of them is.
+
+    Args:
+        module: captured graph that `located` was found in.
+        located: its anatomy.
+        splits: splits to fit maps for, each in `0..layers-1`.
+        stride: take rows 0, stride, 2 * stride, ...
+        rows: return the rows themselves rather than their sums.
+    """
+    result = copy_module(module)
+    copies = dict(zip(module.graph.nodes, result.graph.nodes, strict=True))
+    emit = Emitter(result.graph, fake_mode_of(result.graph))
+    for node in inputs_of(result.graph):
+        emit.know(node)
+    output = result.graph.output_node()
+    extras: list[Extra] = []
+    added: list[Node] = []
+
+    def add(value: Node, kind: str, split: int, layer: int) -> None:
+        extras.append(Extra(kind, split, layer))
+        added.append(value)
+
+    with result.graph.inserting_before(output):
+        taken = {
+            layer.index: _taken_rows(emit, copies[layer.input], located.row_dim, stride)
+            for layer in located.layers[min(splits) :]
+        }
+        if rows:
+            for index, value in taken.items():
+                add(value, "rows", min(splits), index)
+        else:
+            double = {i: emit(aten.to.dtype, value, torch.float64) for i, value in taken.items()}
+            for split in splits:
+                _add_sums(emit, double, split, add)
+    output.args = ((*output.args[0], *added),)
+    result.graph.lint()
+    result.recompile()
+    return result, extras
+
+
+def _taken_rows(emit: Emitter, value: Node, row_dim: int, stride: int) -> Node:
+    """Every `stride`-th row of a layer's input, [taken rows of all samples, d]."""
+    some = emit(aten.slice.Tensor, value, row_dim, 0, TO_THE_END, stride, like=value)
+    return emit(aten.reshape.default, some, [-1, int(value.meta["val"].shape[-1])], like=value)
+
+
+def _add_sums(emit: Emitter, double: dict[int, Node], split: int, add: object) -> None:
+    assert callable(add)
+    x = double[split]
+    turned = emit(aten.t.default, x)
+    add(emit(aten.sum.dim_IntList, x, [0]), "sum_x", split, split)
+    add(emit(aten.mm.default, turned, x), "xx", split, split)
+    for layer, y in double.items():
+        if layer > split:
+            add(emit(aten.sum.dim_IntList, y, [0]), "sum_y", split, layer)
+            add(emit(aten.mm.default, turned, y), "xy", split, layer)

@@ -1,0 +1,132 @@
+"""Dead rows, found: a backward analysis of which rows of every value somebody reads. Changes nothing.
+
+Every output is read whole. Going backwards, each node's demand is put to its op's rule, which says what is needed of
+the operands; a value's demand is the join of all its readers'. Where an op has no rule, or demands of two kinds meet,
+the value is needed whole.
+
+    y = linear(x); z = y[:, -1:]; return z      demands: z EVERYTHING, y last 1 of dim 1, x last 1 of dim 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, covers, join
+from ridgefill_compile.passes.rules import Call, CausalTail, Need, aten, arguments, reaches_the_end, rule_for
+
+
+@dataclass
+class Demands:
+    """Result of `analyse`.
+
+    Attributes:
+        of: demand on each node that anyone reads; absent means NOTHING.
+        calls: for each node whose demand is `Rows`, the narrowed call that computes just those.
+        blocked: nodes of which only some rows are read, and which run whole all the same: their op has no rule.
+    """
+
+    of: dict[Node, Demand] = field(default_factory=dict)
+    calls: dict[Node, Call] = field(default_factory=dict)
+    blocked: list[Node] = field(default_factory=list)
+
+    def on(self, node: Node) -> Demand:
+        """Demand on a node."""
+        return self.of.get(node, NOTHING)
+
+
+def analyse(
+    graph: Graph, roots: Iterable[tuple[Node, Demand]] | None = None, stop: Node | None = None
+) -> Demands:
+    """Demands of `roots`, or of all the graph's outputs and effects, on every node (back to `stop`, if given)."""
+    demands = Demands()
+    wanted = roots if roots is not None else ((node, EVERYTHING) for node in effects(graph))
+    for node, demand in wanted:
+        demands.of[node] = join(demands.on(node), demand)
+    for node in reversed(graph.nodes):
+        demand = demands.on(node)
+        if node is stop:
+            break
+        if demand is NOTHING:
+            continue
+        for operand, needed in _operands(node, demand, demands):
+            demands.of[operand] = join(demands.on(operand), needed)
+    return demands
+
+
+def effects(graph: Graph) -> Iterator[Node]:
+    """Nodes that count even if nobody reads their value: the output, writes into inputs, assertions."""
+    for node in graph.nodes:
+        if node.op == "output" or has_effect(node):
+            yield node
+
+
+def has_effect(node: Node) -> bool:
+    """Whether a call writes into something or may raise. (FX's own test also counts whatever may draw random numbers,
+    attention with its unused dropout among them.)"""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return node.op == "call_function" and node.target in torch.fx.node._side_effectful_functions
+    return schema.is_mutable or node.target in torch.fx.node._side_effectful_functions or "_assert" in schema.name
+
+
+def _operands(node: Node, demand: Demand, demands: Demands) -> Iterator[tuple[Node, Demand]]:
+    """What the node needs of its operands; settles the node's own demand first."""
+    if node.op not in ("call_function", "output"):
+        demands.of[node] = EVERYTHING
+        return
+    if isinstance(demand, Rows):
+        value = node.meta.get("val")
+        call = None
+        if not (isinstance(value, torch.Tensor) and covers(demand, value)):
+            rule = rule_for(node)
+            call = rule(node, demand) if rule else None
+            if call is None:
+                demands.blocked.append(node)
+        if call is not None:
+            demands.calls[node] = call
+            yield from _needs(call)
+            return
+        demands.of[node] = EVERYTHING
+    suffix = whole_suffix(node)
+    if suffix is not None:
+        yield suffix.node, suffix.rows
+        return
+    for operand in node.all_input_nodes:
+        yield operand, EVERYTHING
+
+
+def _needs(call: Call) -> Iterator[tuple[Node, Demand]]:
+    found: list[tuple[Node, Demand]] = []
+
+    def visit(argument: Any) -> Any:
+        if isinstance(argument, Need):
+            found.append((argument.node, argument.rows))
+        elif isinstance(argument, Node):
+            found.append((argument, EVERYTHING))
+        elif isinstance(argument, CausalTail):
+            pass  # a mask of positions: it reads sizes, not values
+        elif isinstance(argument, list | tuple):
+            for item in argument:
+                visit(item)
+
+    visit(call.args)
+    visit(list(call.kwargs.values()))
+    return iter(found)
+
+
+def whole_suffix(node: Node) -> Need | None:
+    """`x[a:]`, read whole, reads only the last rows of x, if their number is a plain one."""
+    if node.target is not aten.slice.Tensor:
+        return None
+    given = arguments(node)
+    value = node.meta["val"]
+    dim = given["dim"] % value.dim()
+    length = value.shape[dim]
+    if given["step"] != 1 or not isinstance(length, int) or length == 0 or not reaches_the_end(node):
+        return None
+    return Need(given["self"], Rows(dim, length))

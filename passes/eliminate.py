@@ -1,0 +1,127 @@
+"""Dead rows, removed: every value is computed on just the rows that somebody reads.
+
+Claim: the outputs, and every effect, are what they were. Before and after, for a layer whose rows but the last T only
+feed its keys and values (shapes: B batch, N rows, d hidden, H heads, D head size):
+
+    q = linear(norm)                        [B, N, d]      q = linear(norm[:, -T:])                  [B, T, d]
+    k = linear(norm)                        [B, N, d]      k = linear(norm)                          [B, N, d]
+    y = attention(q, k, v, causal)          [B, H, N, D]   y = attention(q, k, v, mask of the tail)  [B, H, T, D]
+    h = x + mlp(y)                          [B, N, d]      h = x[:, -T:] + mlp(y)                    [B, T, d]
+
+On entry: functional ATen with fake values. On exit: the same, with the same inputs and outputs. The graph is written
+afresh, so a refusal half way leaves the old one untouched.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ridgefill_compile.passes.attend import causal_tail_mask
+from ridgefill_compile.passes.demand import Demands, analyse, whole_suffix
+from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
+from ridgefill_compile.passes.rows import EVERYTHING, Demand, Rows, covers
+from ridgefill_compile.passes.rules import CAUSAL_TAIL, TO_THE_END, Call, CausalTail, Need, aten, rule_for, shape
+
+
+def eliminate(module: GraphModule, demands: Demands | None = None) -> GraphModule:
+    """A graph module with the same results that computes only demanded rows."""
+    old = module.graph
+    writer = _Writer(old, demands or analyse(old))
+    for node in old.nodes:
+        writer.write(node)
+    result = GraphModule(module, writer.graph)
+    result.meta = dict(module.meta)
+    return result
+
+
+class _Writer:
+    """Copies a graph node by node, each on the rows demanded of it."""
+
+    def __init__(self, old: Graph, demands: Demands) -> None:
+        self.graph = Graph()
+        self.demands = demands
+        self.new: dict[Node, Node] = {}
+        self.emit = Emitter(self.graph, fake_mode_of(old))
+        self.slices: dict[tuple[Node, int, int], Node] = {}
+        self.inputs = set(inputs_of(old))
+
+    def write(self, node: Node) -> None:
+        """Copy one node, narrowed if only some of its rows are read, or leave it out if none are."""
+        if node not in self.demands.of and node not in self.inputs:
+            return
+        call = self.demands.calls.get(node)
+        if call is not None and call.target is None:
+            need = call.args[0]
+            self.new[node] = self.fetch(need.node, need.rows)
+        elif call is not None:
+            args, kwargs = self.resolve(call.args), self.resolve(call.kwargs)
+            self.new[node] = self.emit(call.target, *args, like=node, **kwargs)
+            self._narrow_shared_result(node, call)
+            for tail in (a for a in (*call.args, *call.kwargs.values()) if isinstance(a, CausalTail)):
+                self.new[node].meta[CAUSAL_TAIL] = (shape(tail.query)[-2], tail.last)
+        elif (suffix := whole_suffix(node)) is not None:
+            self.new[node] = self.fetch(suffix.node, suffix.rows)
+        else:
+            self.new[node] = self.graph.node_copy(node, lambda n: self.fetch(n, EVERYTHING))
+            if node.op == "placeholder":
+                self.emit.know(self.new[node])
+
+    def _narrow_shared_result(self, node: Node, call: Call) -> None:
+        """One of several results, whose producer ran on more rows than this one is read on."""
+        if call.target is not operator.getitem:
+            return
+        need, held = call.args[0], self.demands.on(call.args[0].node)
+        if held is EVERYTHING or (isinstance(held, Rows) and held.last != need.rows.last):
+            self.new[node] = self._slice(self.new[node], need.rows)
+
+    def resolve(self, argument: Any) -> Any:
+        """A narrowed call's argument in the new graph."""
+        if isinstance(argument, Need):
+            return self.fetch(argument.node, argument.rows)
+        if isinstance(argument, CausalTail):
+            return causal_tail_mask(self.emit, argument)
+        if isinstance(argument, Node):
+            return self.fetch(argument, EVERYTHING)
+        if isinstance(argument, list | tuple):
+            return type(argument)(self.resolve(item) for item in argument)
+        if isinstance(argument, dict):
+            return {name: self.resolve(item) for name, item in argument.items()}
+        return argument
+
+    def fetch(self, node: Node, wanted: Demand) -> Node:
+        """The new node that holds the wanted rows of an old one: as computed, or a slice of more."""
+        held = self.demands.on(node)
+        if wanted is EVERYTHING or (isinstance(held, Rows) and isinstance(wanted, Rows) and held.last == wanted.last):
+            assert wanted is not EVERYTHING or held is EVERYTHING
+            return self.new[node]
+        assert isinstance(wanted, Rows)
+        if not isinstance(node.meta["val"], torch.Tensor) or covers(wanted, node.meta["val"]):
+            return self.new[node]  # several results: each is sliced where it is read
+        rule = rule_for(node)
+        call = rule(node, wanted) if rule else None
+        if call is not None and call.target is None and isinstance(call.args[0], Need):
+            return self.fetch(call.args[0].node, call.args[0].rows)  # the rows come from one operand: read them there
+        return self.last_rows(node, wanted)
+
+    def last_rows(self, node: Node, wanted: Rows) -> Node:
+        """`node[..., -last:, ...]`, once per graph."""
+        key = (node, wanted.dim, wanted.last)
+        if key not in self.slices:
+            self.slices[key] = self._slice(self.new[node], wanted)
+        return self.slices[key]
+
+    def _slice(self, value: Node, wanted: Rows) -> Node:
+        dim, blocks = wanted.dim, wanted.blocks
+        if isinstance(blocks, int) and blocks == 1:
+            return self.emit(aten.slice.Tensor, value, dim, -wanted.last, TO_THE_END, like=value)
+        length = value.meta["val"].shape[dim] // blocks
+        parts = [self.emit.size(blocks), -1] if not isinstance(blocks, torch.SymInt) else [-1, self.emit.size(length)]
+        apart = self.emit(aten.unflatten.int, value, dim, parts, like=value)
+        last = self.emit(aten.slice.Tensor, apart, dim + 1, -wanted.last, TO_THE_END, like=value)
+        return self.emit(aten.flatten.using_ints, last, dim, dim + 1, like=value)
+
+

@@ -1,0 +1,279 @@
+"""Where the layers are, found by graph theory: no module names, no patterns. Changes nothing.
+
+Take the values that depend on the tokens, as a flow graph from their embedding to the graph's last result (the logits).
+A value that *every* path passes through is a dominator; the dominators of the result form the *trunk*: in a residual
+decoder, the residual stream at and between the layers, since each block has a path around it.
+
+    tokens -> x_0 -> .. -> x_1 -> .. -> x_2 -> .. -> norm -> logits          trunk
+               \\-> K_0,V_0  \\-> K_1,V_1  \\-> K_2,V_2                        state writes, each off its layer's input
+
+A *state write* is another output: a key, a value, .... It leaves the trunk at the deepest trunk value that dominates it.
+State writes that leave at one value belong to one layer, and that value is the layer's input: everything the layer
+writes depends on the tokens through it alone, so predicting it predicts them. It stands before the layer's own norm (the
+norm's result is no dominator: the residual passes around it), which is what the maps are fitted to.
+
+An output *on* the trunk is not a state: it is a hidden state or logits that somebody wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch.fx import Graph, Node
+
+from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.passes.demand import analyse
+from ridgefill_compile.passes.rows import EVERYTHING, IntLike, Rows, same
+from ridgefill_compile.passes.rules import Need, aten, arguments, rule_for, shape
+
+STATE_UPDATES = {
+    aten.index_copy.default: "source",
+    aten.index_put.default: "values",
+    aten.slice_scatter.default: "src",
+    aten.scatter.src: "src",
+    aten.copy_.default: "src",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer that writes states.
+
+    Attributes:
+        index: counted from 0, over the layers that write states.
+        input: the value all its state writes depend on, e.g. [batch, rows, hidden].
+        states: the values it writes, before they join older ones in a cache.
+    """
+
+    index: int
+    input: Node
+    states: tuple[Node, ...]
+
+    @property
+    def width(self) -> int:
+        """Hidden size of the layer's input."""
+        return int(shape(self.input)[-1])
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the module the states come from, where known."""
+        stack = list((self.states[0].meta.get("nn_module_stack") or {}).values())
+        return str(stack[-1][0]) if stack else f"layer {self.index}"
+
+
+@dataclass(frozen=True)
+class Located:
+    """A decoder's anatomy in a captured graph.
+
+    Attributes:
+        tokens: the embedding of the prompt, [batch, rows, hidden] (or [rows, hidden]).
+        row_dim: dimension of every layer input that counts rows.
+        layers: in order.
+        trunk: values that every path from tokens to result passes, in order.
+        result: the last token-dependent output: logits, or hidden states of a headless model.
+        others: further outputs that lie on the trunk: hidden states somebody asked for.
+    """
+
+    tokens: Node
+    row_dim: int
+    layers: tuple[Layer, ...]
+    trunk: tuple[Node, ...]
+    result: Node
+    others: tuple[Node, ...]
+
+    @property
+    def rows(self) -> IntLike:
+        """Prompt rows."""
+        return shape(self.layers[0].input)[self.row_dim]
+
+
+def locate(graph: Graph) -> Located:
+    """Find the layers of a captured decoder.
+
+    Raises:
+        CannotFill: no value looks like tokens flowing through layers that write states.
+    """
+    outputs = list(dict.fromkeys(_outputs(graph)))
+    found = [located for source in _sources(graph) if (located := _locate_from(graph, source, outputs)) is not None]
+    if not found:
+        raise CannotFill(
+            "no layers were found: no output is written by a layer off a residual stream",
+            hint="run the model with a cache (use_cache=True), on input_ids or inputs_embeds",
+        )
+    return max(found, key=lambda located: len(located.layers))
+
+
+def _sources(graph: Graph) -> Iterator[Node]:
+    """Values that may be the embedded prompt: embeddings looked up by an input, and float inputs with three dimensions."""
+    for node in graph.nodes:
+        if node.target is aten.embedding.default:
+            yield node
+        elif node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+            value = node.meta["val"]
+            if value.dim() == 3 and value.is_floating_point() and not isinstance(value, torch.nn.Parameter):
+                yield node
+
+
+def _outputs(graph: Graph) -> Iterator[Node]:
+    """Values that leave the graph: its results and what it writes into its inputs."""
+    for node in graph.nodes:
+        if node.op == "output":
+            yield from (n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor))
+        elif node.target is aten.copy_.default:
+            yield node.args[1]
+
+
+def _locate_from(graph: Graph, source: Node, outputs: list[Node]) -> Located | None:
+    """The anatomy as seen from one candidate for the embedded prompt."""
+    flow: nx.DiGraph[Node] = nx.DiGraph()
+    flow.add_node(source)
+    for node in graph.nodes:
+        if node.op != "output" and node is not source:
+            flow.add_edges_from((operand, node) for operand in node.all_input_nodes if operand in flow)
+    reached = [node for node in outputs if node in flow and node is not source]
+    if not reached:
+        return None
+    result = max(reached, key=_position)
+    above = nx.immediate_dominators(flow, source)
+    trunk = list(_chain(result, above, source))[::-1]
+    place = {node: position for position, node in enumerate(trunk)}
+    states: dict[Node, list[Node]] = {}
+    others = []
+    for output in reached:
+        if output in place:
+            others.append(output)
+        else:
+            root = next(node for node in _chain(output, above, source) if node in place)
+            states.setdefault(root, []).append(written_value(output))
+    roots = sorted(states, key=lambda node: place[node])
+    row_dim = _row_dim(roots[0], source) if roots else None
+    if row_dim is None:
+        return None
+    layers = tuple(Layer(i, root, tuple(states[root])) for i, root in enumerate(roots))
+    return Located(source, row_dim, layers, tuple(trunk), result, tuple(o for o in others if o is not result))
+
+
+def _position(node: Node) -> tuple[int, ...]:
+    return node._sort_key
+
+
+def _chain(node: Node, above: dict[Node, Node], source: Node) -> Iterator[Node]:
+    """A node and its dominators, deepest first."""
+    yield node
+    while node is not source:
+        node = above[node]
+        yield node
+
+
+def written_value(output: Node) -> Node:
+    """What a cache update writes: the new keys rather than the whole buffer they go into."""
+    while output.target in STATE_UPDATES:
+        value = arguments(output)[STATE_UPDATES[output.target]]
+        if not isinstance(value, Node):
+            break
+        output = value
+    return output
+
+
+def _row_dim(value: Node, source: Node) -> int | None:
+    """The dimension of a layer input that is the prompt's rows.
+
+    Rules carry one row of the value backwards, along every path that narrows. The dimension is the one that arrives at
+    the token ids' last dimension (`[batch, rows]` or `[rows]`), or at the middle of embeddings `[batch, rows, hidden]`.
+    """
+    origin, behind = source, 2
+    if source.op == "call_function":
+        origin, behind = _first_input(arguments(source)["indices"]), 1
+    target = len(shape(origin)) - behind
+    found = [dim for dim in range(len(shape(value)) - 1) if (origin, target) in _carried(value, dim)]
+    return found[0] if len(found) == 1 else None
+
+
+def _first_input(node: Node) -> Node:
+    """The placeholder that token ids come from, through views and casts."""
+    while node.op == "call_function":
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        if len(tensors) != 1:
+            break
+        node = tensors[0]
+    return node
+
+
+def _carried(value: Node, dim: int) -> set[tuple[Node, int]]:
+    """Where one row of a dimension is read from, step by step, through ops that narrow."""
+    seen: set[tuple[Node, int]] = set()
+    ahead = [(value, Rows(dim, 1))]
+    while ahead:
+        node, rows = ahead.pop()
+        if (node, rows.dim) in seen:
+            continue
+        seen.add((node, rows.dim))
+        rule = rule_for(node)
+        call = rule(node, rows) if rule else None
+        if call is not None:
+            ahead.extend((need.node, need.rows) for need in needs(call.args) if same(need.rows.blocks, 1))
+    return seen
+
+
+def needs(argument: object) -> Iterator[Need]:
+    """The narrowed operands of a call's arguments."""
+    if isinstance(argument, Need):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from needs(item)
+
+
+def same_shape(node: Node, other: Node) -> bool:
+    """Whether two values have the same shape, whatever the symbols stand for."""
+    left, right = shape(node), shape(other)
+    return len(left) == len(right) and all(map(same, left, right))
+
+
+def check_late_states(graph: Graph, located: Located, split: int) -> None:
+    """Every late state write must be row by row: row i of the state depends on row i of the layer's input alone.
+
+    Keys and values are. A recurrent state mixes rows, and attention weights or router scores that were asked for come
+    from behind the layer's attention.
+
+    Raises:
+        CannotFill: naming the state write and the layer.
+    """
+    for layer in located.layers[split:]:
+        for state in layer.states:
+            if not _row_by_row(graph, state, layer.input, located.row_dim):
+                raise CannotFill(
+                    f"layer {layer.index} has an output that mixes rows: a recurrent state, or something other than "
+                    "a state write (attention weights, router scores)",
+                    state,
+                    "do not ask for such outputs; layers with recurrent states are not filled yet",
+                )
+
+
+def _row_by_row(graph: Graph, state: Node, source: Node, row_dim: int) -> bool:
+    for dim in range(len(shape(state))):
+        demand = analyse(graph, [(state, Rows(dim, 1))], stop=source).on(source)
+        if isinstance(demand, Rows) and demand.dim == row_dim and same(demand.blocks, 1):
+            return True
+    return False
+
+
+def check_wanted_rows(graph: Graph, located: Located, tail: int) -> None:
+    """The results may read the trunk's end on tail rows only: a filled row has no true logits or hidden states.
+
+    Raises:
+        CannotFill: naming the output and how to ask for less.
+    """
+    last = located.layers[-1].input
+    ends = [node for node in located.trunk if same_shape(node, last)]
+    for output in (located.result, *located.others):
+        demand = analyse(graph, [(output, EVERYTHING)]).on(ends[-1])
+        if output in located.others or not isinstance(demand, Rows) or demand.last > tail:
+            raise CannotFill(
+                "logits, a loss or hidden states of more rows than the tail are wanted, and filled rows have none",
+                output,
+                f"pass logits_to_keep=k with k at most the tail ({tail}), and no labels or output_hidden_states",
+            )

@@ -1,0 +1,85 @@
+"""Which rows of a value somebody reads: the lattice that dead-row elimination works on.
+
+    NOTHING  <  Rows(dim, last=1)  <  Rows(dim, last=2)  <  ...  <  EVERYTHING
+
+`Rows` says nothing of prompts, batches or layers. It is a plain statement about one tensor: of dimension `dim`, only
+the last `last` entries are read. So no rule needs to know what a dimension *means*: the same size N may be query rows
+in one value and keys in the next, and the two never get mixed up, because a demand only moves through an op by the
+op's own arithmetic.
+
+`blocks` covers flattened batches. A value of shape [B * N, d] holds B blocks of N rows; `Rows(0, last=T, blocks=B)`
+reads the last T entries of each block.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+IntLike = int | torch.SymInt
+
+
+class Bound(enum.Enum):
+    """The two ends of the lattice."""
+
+    NOTHING = "nothing"
+    EVERYTHING = "everything"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+NOTHING = Bound.NOTHING
+EVERYTHING = Bound.EVERYTHING
+
+
+@dataclass(frozen=True, eq=False)  # comparing symbolic sizes with == would add guards
+class Rows:
+    """The last `last` entries of each of `blocks` equal blocks of dimension `dim` (counted from 0)."""
+
+    dim: int
+    last: int
+    blocks: IntLike = 1
+
+    def __repr__(self) -> str:
+        inside = "" if same(self.blocks, 1) else f" in each of {self.blocks} blocks"
+        return f"last {self.last} of dim {self.dim}{inside}"
+
+    def at(self, dim: int) -> Rows:
+        """The same rows, found on another dimension."""
+        return Rows(dim, self.last, self.blocks)
+
+
+Demand = Bound | Rows
+
+
+def same(left: IntLike, right: IntLike) -> bool:
+    """Whether two sizes are equal whatever the symbols stand for. Adds no guard."""
+    return left is right or bool(statically_known_true(left == right))
+
+
+def at_least(left: IntLike, right: IntLike) -> bool:
+    """Whether `left >= right` whatever the symbols stand for. Adds no guard."""
+    return bool(statically_known_true(left >= right))
+
+
+def join(left: Demand, right: Demand) -> Demand:
+    """The least demand that covers both. Rows on two different dimensions have no common form but EVERYTHING."""
+    if left is NOTHING:
+        return right
+    if right is NOTHING or left is EVERYTHING:
+        return left
+    if right is EVERYTHING:
+        return right
+    assert isinstance(left, Rows) and isinstance(right, Rows)
+    if left.dim != right.dim or not same(left.blocks, right.blocks):
+        return EVERYTHING
+    return left if left.last >= right.last else right
+
+
+def covers(demand: Rows, value: torch.Tensor) -> bool:
+    """Whether these rows are known to be the whole value."""
+    return same(value.shape[demand.dim], demand.blocks * demand.last)

@@ -1,0 +1,125 @@
+"""What must hold after every pass. Raises on the first thing that does not.
+
+1. The graph is well formed, and every value is defined before it is read.
+2. Every call, run on its operands' fake values, gives the shape, dtype and device its `meta["val"]` claims.
+3. The results have the shapes and dtypes they had before the pass; the inputs are the same.
+4. No two results share memory that did not before.
+5. No constant tensor has a dimension of as many entries as the prompt has rows: it would hold for one length only.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from ridgefill_compile.errors import RidgefillError, describe_node
+from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
+from ridgefill_compile.passes.functionalize import is_view
+from ridgefill_compile.passes.rows import same
+
+
+class BrokenPass(RidgefillError):
+    """A pass left a graph that breaks an invariant: a bug in this package, never in the user's model."""
+
+
+def verify(after: GraphModule, before: GraphModule | None = None, name: str = "pass") -> None:
+    """Check a pass's result, against the graph it was given where there is one.
+
+    Raises:
+        BrokenPass: naming the pass, the invariant and the node.
+    """
+    try:
+        after.graph.lint()
+    except RuntimeError as error:
+        raise BrokenPass(f"{name}: the graph is not well formed: {error}") from error
+    _check_values(after, name)
+    if before is not None:
+        _check_signature(after, before, name)
+        _check_aliases(after, before, name)
+        _check_constants(after, before, name)
+
+
+def _fail(name: str, what: str, node: Node) -> None:
+    raise BrokenPass(f"{name}: {what}: {describe_node(node)}")
+
+
+def _check_values(module: GraphModule, name: str) -> None:
+    emit = Emitter(module.graph, fake_mode_of(module.graph))
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if "val" not in node.meta:
+            _fail(name, "a call has no fake value", node)
+        try:
+            value = emit.value_of(node)
+        except Exception as error:
+            raise BrokenPass(f"{name}: a call cannot run: {describe_node(node)}: {error}") from error
+        claimed, found = tree_leaves(node.meta["val"]), tree_leaves(value)
+        if len(claimed) != len(found) or not all(map(_agree, claimed, found)):
+            _fail(name, f"a call gives {_kinds(found)}, its metadata says {_kinds(claimed)}", node)
+
+
+def _agree(left: Any, right: Any) -> bool:
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) == isinstance(right, torch.Tensor)
+    alike = left.dtype == right.dtype and left.device == right.device and left.dim() == right.dim()
+    return alike and all(map(same, left.shape, right.shape))
+
+
+def _kinds(values: list[Any]) -> str:
+    return ", ".join(f"{v.dtype}{list(v.shape)}" if isinstance(v, torch.Tensor) else str(v) for v in values)
+
+
+def results_of(module: GraphModule) -> list[Node]:
+    """The nodes a graph returns, in order."""
+    leaves = tree_leaves(module.graph.output_node().args[0])
+    return [leaf for leaf in leaves if isinstance(leaf, Node)]
+
+
+def _check_signature(after: GraphModule, before: GraphModule, name: str) -> None:
+    new_inputs, old_inputs = inputs_of(after.graph), inputs_of(before.graph)
+    if [n.target for n in new_inputs] != [n.target for n in old_inputs]:
+        raise BrokenPass(f"{name}: the graph's inputs changed")
+    new, old = results_of(after), results_of(before)
+    if len(new) < len(old):
+        raise BrokenPass(f"{name}: the graph returns {len(new)} values, and {len(old)} before")
+    for left, right in zip(new, old, strict=False):
+        if not all(map(_agree, tree_leaves(left.meta.get("val")), tree_leaves(right.meta.get("val")))):
+            _fail(name, f"a result was {_kinds(tree_leaves(right.meta.get('val')))} before", left)
+
+
+def _memory(node: Node) -> Node:
+    """The node whose memory a value lies in."""
+    while is_view(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _check_aliases(after: GraphModule, before: GraphModule, name: str) -> None:
+    new, old = results_of(after), results_of(before)
+    for i, j in combinations(range(len(old)), 2):
+        if _memory(new[i]) is _memory(new[j]) and _memory(old[i]) is not _memory(old[j]):
+            _fail(name, f"results {i} and {j} now share memory", new[i])
+
+
+def _check_constants(after: GraphModule, before: GraphModule, name: str) -> None:
+    old = {node.target for node in before.graph.nodes if node.op == "get_attr"}
+    hidden = {s for n in inputs_of(after.graph) for s in _integer_rows(n)}
+    for node in after.graph.nodes:
+        if node.op == "get_attr" and node.target not in old:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and not str(node.target).startswith("ridgefill_"):
+                if any(isinstance(s, int) and s in hidden for s in value.shape):
+                    _fail(name, "a constant has as many entries as the prompt has rows", node)
+
+
+def _integer_rows(node: Node) -> list[int]:
+    """Row counts that token ids show."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 2:
+        return [int(s) for s in value.shape[1:] if isinstance(s, int)]
+    return []

@@ -1,0 +1,108 @@
+"""Where running begins: `torch.compile(model, backend="ridgefill", options={...})`.
+
+Each graph Dynamo hands over is either filled (capture, locate, route, eliminate, inner compiler) or compiled exactly as
+the model wrote it, with a reason in `report(model)`. The one place that catches `CannotFill` is here.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ridgefill_compile.errors import CannotFill, RidgefillError, RidgefillWarning
+from ridgefill_compile.fill import fill_graph
+from ridgefill_compile.options import Options
+from ridgefill_compile.plan import plan
+from ridgefill_compile.report import GraphReport, remember
+
+Compiled = Callable[..., Any]
+
+
+def ridgefill(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """The backend, as `torch.compile` calls it for every graph.
+
+    Args:
+        module: Dynamo's graph.
+        example_inputs: what it is called with: parameters, token ids, sizes, ...
+        mode: `torch.compile`'s mode, for Inductor.
+        options: see `ridgefill_compile.options.Options`.
+
+    Raises:
+        OptionError: an option is unknown or its value cannot be used.
+        MapsError: the maps cannot be read.
+        CannotFill: under `strict=True`, when a prompt worth filling cannot be filled.
+    """
+    try:
+        return compile_graph(module, example_inputs, Options.parse(options, mode))
+    except RidgefillError as error:
+        return _raise_when_called(error)
+
+
+def _raise_when_called(error: RidgefillError) -> Compiled:
+    """A function that raises at the user's call: raised here, Dynamo would wrap the error in one of its own."""
+
+    def fail(*inputs: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    """Fill a graph, or compile it exactly and say why."""
+    graph_report = GraphReport(route=options.route, tail=options.tail)
+    remember((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), graph_report)
+    graph_report.graph_break = graph_break(module)
+    lowered = module
+    try:
+        decided = plan(module, options)
+        graph_report.rows, graph_report.dynamic = decided.rows, decided.dynamic
+        if decided.fill:
+            lowered = fill_graph(module, example_inputs, options, graph_report)
+            graph_report.filled = True
+            graph_report.reason = f"prefix rows are filled from layer {graph_report.split} on"
+        else:
+            graph_report.reason = decided.reason
+    except CannotFill as refusal:
+        graph_report.reason, graph_report.hint, graph_report.node = refusal.reason, refusal.hint, refusal.node
+        if options.strict:
+            raise
+        warnings.warn(f"prompt runs exactly, not filled: {refusal}", RidgefillWarning, stacklevel=2)
+    started = time.perf_counter()
+    compiled = inner_compiler(options)(lowered, example_inputs)
+    graph_report.inner_seconds = time.perf_counter() - started
+    return compiled
+
+
+def inner_compiler(options: Options) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
+    """The compiler that lowers a graph: Inductor as `torch.compile` would call it, or one without code generation."""
+    if options.inner == "eager":
+        return lambda module, inputs: module.forward
+    if options.inner == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return lambda module, inputs: aot_eager(module, list(inputs))
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = list_mode_options(options.mode) if options.mode not in (None, "default") else {}
+    return lambda module, inputs: compile_fx(module, list(inputs), config_patches=patches or None)
+
+
+def graph_break(module: GraphModule) -> str | None:
+    """Where and why Dynamo ended this graph before the model's end, if it did."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    frames = [f"{frame.filename}:{frame.lineno}" for frame in reason.user_stack[-1:]]
+    return " at ".join([str(reason.reason).strip().splitlines()[0], *frames])

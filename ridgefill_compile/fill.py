@@ -1,0 +1,192 @@
+"""From a prefill graph to a filled one: runs the passes, after checking that maps, split and graph belong together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx import GraphModule, Node
+
+from ridgefill_compile.capture import capture
+from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_sizes
+from ridgefill_compile.errors import CannotFill, OptionError, describe_node
+from ridgefill_compile.maps import RidgeMaps
+from ridgefill_compile.options import Options
+from ridgefill_compile.passes.demand import Demands, analyse
+from ridgefill_compile.passes.eliminate import eliminate
+from ridgefill_compile.passes.emit import inputs_of
+from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
+from ridgefill_compile.passes.route import Fill, route
+from ridgefill_compile.report import GraphReport
+from ridgefill_compile.runner import PassRunner
+
+LEAST_GAIN = 1.02  # a fill that saves less than this share of multiply-adds is not worth its approximation
+
+
+def fill_graph(
+    module: GraphModule, example_inputs: Sequence[Any], options: Options, graph_report: GraphReport
+) -> GraphModule:
+    """Rewrite one of Dynamo's prefill graphs; fills in `graph_report`.
+
+    Raises:
+        CannotFill: the graph cannot be filled soundly, or nothing would be saved.
+    """
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
+        raise CannotFill("gradients are wanted", hint="call the model under torch.no_grad() or inference_mode()")
+    run = PassRunner(options, graph_report.pass_seconds)
+    captured = run("capture", lambda: capture(module))
+    located = run("locate", lambda: locate(captured.graph))
+    graph_report.layers = len(located.layers)
+    fill = choose_fill(located, options, example_inputs)
+    graph_report.split = fill.split
+    run("check", lambda: _check(captured, located, fill))
+    routed = run("route", lambda: route(captured, located, fill), before=captured)
+    result = routed
+    if options.eliminate:
+        demands = run("demand", lambda: analyse(routed.graph))
+        result = run("eliminate", lambda: eliminate(routed, demands), before=routed)
+        blocked = blocked_nodes(routed, demands, located)
+        graph_report.blocked = [describe_node(node) for node in blocked]
+    run("cost", lambda: _count(graph_report, captured, result, located))
+    if options.eliminate and options.route != "oracle":
+        check_gain(graph_report, blocked)
+    keep_input_sources(result, module)
+    return result
+
+
+def _check(captured: GraphModule, located: Located, fill: Fill) -> None:
+    check_wanted_rows(captured.graph, located, fill.tail)
+    check_late_states(captured.graph, located, fill.split)
+
+
+def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any]) -> Fill:
+    """Split, tail, route and maps for this graph.
+
+    Raises:
+        CannotFill: the graph is only a part of the model, the maps are of another model, or no layer is late.
+        MapsError: the maps hold no such split, or cannot be read.
+        OptionError: the split is not one of the model's layers.
+    """
+    layers = len(located.layers)
+    maps = load_maps(options.maps) if options.maps is not None else None
+    split = options.split if options.split is not None else maps.split if maps is not None else layers
+    if maps is not None and options.route == "ridge":
+        maps = maps.at(split)
+        check_maps(maps, located, options, [x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
+        return Fill("ridge", split, options.tail, maps)
+    if located.tokens.op == "placeholder" and "inputs_embeds" not in located.tokens.name:
+        raise CannotFill(
+            "the graph begins in the middle of the model, so its layers cannot be numbered",
+            located.tokens,
+            "remove what breaks the graph (see TORCH_LOGS=graph_breaks)",
+        )
+    if split > layers:
+        raise OptionError(f"option 'split' is {split}, and the model has {layers} layers that write states")
+    if split == layers:
+        raise CannotFill(f"split {split} leaves no late layer", hint=f"choose a split below {layers}")
+    return Fill(options.route, split, options.tail)
+
+
+def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: list[torch.Tensor]) -> None:
+    """Whether these maps were made for this model.
+
+    Raises:
+        CannotFill: other layers, other widths or (unless `check_weights=False`) other weights.
+    """
+    layers = len(located.layers)
+    wanted = tuple(range(maps.split + 1, layers))
+    if tuple(maps.layers) != wanted:
+        have = max(maps.layers, default=maps.split) + 1
+        raise CannotFill(
+            f"the maps are for {have} layers and this graph holds {layers}",
+            hint="the maps are of another model, or a graph break cut this one (see TORCH_LOGS=graph_breaks)",
+        )
+    source = located.layers[maps.split].width
+    for layer in wanted:
+        expected = (located.layers[layer].width, source)
+        if tuple(maps.matrix(layer).shape) != expected:
+            raise CannotFill(
+                f"the map of layer {layer} is {tuple(maps.matrix(layer).shape)}, and the model needs {expected}",
+                located.layers[layer].input,
+                "calibrate maps for this model",
+            )
+    if options.check_weights and maps.matches(parameters) != "same":
+        raise CannotFill(
+            "the maps were calibrated on other weights",
+            hint="calibrate maps for this model, or pass check_weights=False to fill a close relative with them",
+        )
+
+
+def load_maps(source: Any) -> RidgeMaps:
+    """Maps as given, or from their directory; a directory is read again only when it changes."""
+    if isinstance(source, RidgeMaps):
+        return source
+    manifest = Path(source) / "manifest.json"
+    stamp = manifest.stat().st_mtime_ns if manifest.exists() else None
+    return _load_maps(str(source), stamp)
+
+
+@functools.lru_cache(maxsize=8)
+def _load_maps(source: str, stamp: int | None) -> RidgeMaps:
+    return RidgeMaps.load(source)
+
+
+def blocked_nodes(routed: GraphModule, demands: Demands, located: Located) -> list[Node]:
+    """Nodes that work on the prompt and run on all its rows, though only some are read: their op has no rule."""
+    tokens = next(node for node in routed.graph.nodes if node.name == located.tokens.name)
+    flow = {tokens}
+    for node in routed.graph.nodes:
+        if any(operand in flow for operand in node.all_input_nodes):
+            flow.add(node)
+    return [node for node in reversed(demands.blocked) if node in flow]
+
+
+def check_gain(graph_report: GraphReport, blocked: list[Node]) -> None:
+    """Whether the fill saves anything.
+
+    Raises:
+        CannotFill: it does not, naming the first op that needed every row.
+    """
+    gain = graph_report.ceiling_multiply_adds
+    if gain is not None and gain < LEAST_GAIN:
+        raise CannotFill(
+            f"filling would save nothing (multiply-adds {gain:.2f}x)",
+            blocked[0] if blocked else None,
+            "an op of the late layers needs every row: it has no row rule" if blocked else "lower the split or the tail",
+        )
+
+
+def keep_input_sources(result: GraphModule, module: GraphModule) -> None:
+    """Hand on what Dynamo knows of its graph's inputs: Inductor reads off it which of them keep their address."""
+    sources = {}
+    for new, old in zip(inputs_of(result.graph), inputs_of(module.graph), strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    for name, _ in [*result.named_parameters(), *result.named_buffers()]:
+        sources[name] = ConstantSource(name)
+    result._param_name_to_source = sources  # type: ignore[assignment]
+    result.meta = dict(module.meta)
+
+
+def _count(graph_report: GraphReport, captured: GraphModule, result: GraphModule, located: Located) -> None:
+    """Multiply-adds before and after, as formulas and at the traced sizes."""
+    exact, filled = multiply_adds(captured.graph), multiply_adds(result.graph)
+    sizes = values_of_sizes(captured.graph)
+    graph_report.formulas, graph_report.sizes = (exact, filled), sizes
+    graph_report.multiply_adds_exact = int(exact.subs(sizes))
+    graph_report.multiply_adds_filled = int(filled.subs(sizes))
+    graph_report.ceiling_multiply_adds = graph_report.multiply_adds_exact / graph_report.multiply_adds_filled
+    rows = located.rows
+    if isinstance(rows, torch.SymInt):
+        graph_report.row_symbol = rows.node.expr
+    assert graph_report.split is not None and graph_report.layers is not None
+    assert graph_report.rows is not None and graph_report.tail is not None
+    graph_report.ceiling_layer_passes = layer_pass_ceiling(
+        graph_report.split, graph_report.layers, graph_report.rows, graph_report.tail
+    )
+
+

@@ -1,0 +1,108 @@
+"""The options of `torch.compile(model, backend="ridgefill", options={...})`, each checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ridgefill_compile.errors import OptionError
+
+ROUTES = ("exact", "none", "identity", "ridge", "oracle")
+INNER_COMPILERS = ("inductor", "eager", "aot_eager")
+DUMP_VARIABLE = "RIDGEFILL_DUMP"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to fill and how.
+
+    Attributes:
+        maps: directory of saved maps, or a `RidgeMaps`; wanted by `route="ridge"` only.
+        route: what late layers read on prefix rows: "exact" (everything: the stock graph), "none" (nothing: the tail
+            attends to itself only), "identity" (the split state), "ridge" (its map), "oracle" (the true input; for tests).
+        split: first late layer; layers `0..split-1` run exactly on every row. Default: the maps' own.
+        tail: last prompt rows that run every layer exactly.
+        min_fill: fewest prefix rows worth filling; shorter prompts run the stock graph.
+        strict: raise `CannotFill` instead of running exactly with a reason.
+        inner: compiler that lowers the rewritten graph.
+        mode: passed to Inductor ("default", "max-autotune", ...).
+        dump: directory for every pass's graph before and after, as text (or the environment's RIDGEFILL_DUMP).
+        verify: check every pass's result (shapes, aliasing, constants); costs compile time.
+        check_weights: refuse maps that were calibrated on other weights than the model's.
+        eliminate: drop the rows nobody reads (False: the slow, obviously right routed graph; for tests).
+    """
+
+    maps: Any = None
+    route: str = "ridge"
+    split: int | None = None
+    tail: int = 512
+    min_fill: int = 256
+    strict: bool = False
+    inner: str = "inductor"
+    mode: str | None = None
+    dump: str | None = None
+    verify: bool = False
+    check_weights: bool = True
+    eliminate: bool = True
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+        """Check a user's mapping.
+
+        Raises:
+            OptionError: unknown name, wrong type, value out of range, or options that contradict each other.
+        """
+        values = dict(given or {})
+        known = {field.name for field in fields(cls)}
+        for name in values:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+                raise OptionError(f"unknown option {name!r}{hint}")
+        if mode is not None:
+            if values.get("mode", mode) != mode:
+                raise OptionError(f"mode given twice: {mode!r} and options['mode'] = {values['mode']!r}")
+            values["mode"] = mode
+        values.setdefault("dump", os.environ.get(DUMP_VARIABLE) or None)
+        if isinstance(values["dump"], Path):
+            values["dump"] = str(values["dump"])
+        options = cls(**values)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        _one_of("route", self.route, ROUTES)
+        _one_of("inner", self.inner, INNER_COMPILERS)
+        _whole_number("tail", self.tail, 1)
+        _whole_number("min_fill", self.min_fill, 1)
+        if self.split is not None:
+            _whole_number("split", self.split, 0)
+        for name in ("strict", "verify", "check_weights", "eliminate"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"option {name!r} must be True or False, not {getattr(self, name)!r}")
+        for name in ("mode", "dump"):
+            if not isinstance(getattr(self, name), str | None):
+                raise OptionError(f"option {name!r} must be text, not {getattr(self, name)!r}")
+        if self.mode is not None and self.inner != "inductor":
+            raise OptionError(f"option 'mode' is Inductor's; it cannot go with inner={self.inner!r}")
+        if self.route == "ridge" and self.maps is None:
+            raise OptionError(
+                "route 'ridge' needs maps: pass options={'maps': directory_or_RidgeMaps} from "
+                "ridgefill_compile.calibrate(...), or choose route='identity', 'none' or 'exact'"
+            )
+        if self.route in ("none", "identity", "oracle") and self.split is None and self.maps is None:
+            raise OptionError(f"route {self.route!r} needs a split: pass options={{'split': first_late_layer}}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"option {name!r} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def _whole_number(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"option {name!r} must be a whole number of at least {least}, not {value!r}")

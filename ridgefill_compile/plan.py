@@ -1,0 +1,63 @@
+"""Is this graph a prefill worth filling? Decided from shapes and options, before anything is traced again or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ridgefill_compile.options import Options
+
+EMBEDDINGS = (torch.nn.functional.embedding, torch.embedding)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`fill` or not, why not, and the prompt's rows (as traced) with whether other counts are served too."""
+
+    fill: bool
+    reason: str
+    rows: int | None = None
+    dynamic: bool = False
+
+
+def plan(module: GraphModule, options: Options) -> Plan:
+    """Decide for one of Dynamo's graphs.
+
+    Where the number of rows is symbolic, the comparison with `tail + min_fill` becomes one guard of the compiled graph:
+    shorter prompts get a graph of their own, compiled as the model wrote it.
+    """
+    rows = next(prompt_rows(module), None)
+    if rows is None:
+        return Plan(False, "no prompt enters this graph")
+    dynamic = isinstance(rows, torch.SymInt)
+    traced = int(rows.node.hint) if isinstance(rows, torch.SymInt) else rows
+    if options.route == "exact":
+        return Plan(False, "route 'exact'", traced, dynamic)
+    least = options.tail + options.min_fill
+    if traced == 1 and not dynamic:
+        return Plan(False, "a decode step", 1)
+    if bool(rows < least):
+        return Plan(False, f"shorter than tail + min_fill = {least} rows", traced, dynamic)
+    return Plan(True, "", traced, dynamic)
+
+
+def prompt_rows(module: GraphModule) -> Iterator[int | torch.SymInt]:
+    """Row counts of what may be the prompt: looked-up ids [batch, rows] or [rows], or embeddings [batch, rows, hidden]."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in EMBEDDINGS:
+            value = _value(node.args[0] if node.args else node.kwargs.get("input"))
+            if value is not None and value.dim() in (1, 2):
+                yield value.shape[-1]
+    for node in module.graph.nodes:
+        value = _value(node) if node.op == "placeholder" else None
+        if value is not None and value.dim() == 3 and value.is_floating_point():
+            if not isinstance(value, torch.nn.Parameter):
+                yield value.shape[1]
+
+
+def _value(node: object) -> torch.Tensor | None:
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None

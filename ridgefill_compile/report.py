@@ -1,0 +1,135 @@
+"""What became of each compiled graph: `report(model)` says what was filled, and why not where it was not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ridgefill_compile.cost import layer_pass_ceiling
+
+
+@dataclass
+class GraphReport:
+    """One compiled graph.
+
+    Attributes:
+        filled: whether prefix rows are filled.
+        reason: why not, or what was done.
+        hint: what to do about it, where something can be done.
+        node: the graph node that stood in the way, if one did.
+        route: the route asked for.
+        rows: prompt rows the graph was traced with; None where no prompt was found.
+        dynamic: whether it serves other row counts too.
+        split, tail, layers: of the fill; None where the graph was not analysed.
+        multiply_adds_exact, multiply_adds_filled: per run, at `rows` and the traced batch.
+        ceiling_layer_passes, ceiling_multiply_adds: the speed-ups these allow.
+        pass_seconds: seconds by pass, `capture` included.
+        inner_seconds: seconds in the inner compiler.
+        blocked: nodes of late layers that run on every row for want of a rule.
+        graph_break: where Dynamo stopped tracing, if it did.
+    """
+
+    filled: bool = False
+    reason: str = ""
+    hint: str | None = None
+    node: str | None = None
+    route: str = "exact"
+    rows: int | None = None
+    dynamic: bool = False
+    split: int | None = None
+    tail: int | None = None
+    layers: int | None = None
+    multiply_adds_exact: int | None = None
+    multiply_adds_filled: int | None = None
+    ceiling_layer_passes: float | None = None
+    ceiling_multiply_adds: float | None = None
+    pass_seconds: dict[str, float] = field(default_factory=dict)
+    inner_seconds: float = 0.0
+    blocked: list[str] = field(default_factory=list)
+    graph_break: str | None = None
+    number: int = field(default_factory=itertools.count().__next__)
+    formulas: tuple[sympy.Expr, sympy.Expr] | None = field(default=None, repr=False)
+    sizes: dict[sympy.Symbol, int] = field(default_factory=dict, repr=False)
+    row_symbol: sympy.Symbol | None = field(default=None, repr=False)
+
+    def at(self, rows: int) -> dict[str, float]:
+        """Multiply-adds and ceilings of a filled graph at another number of rows.
+
+        Raises:
+            ValueError: the graph is not filled, or was compiled for one length only.
+        """
+        if self.formulas is None or self.tail is None or self.split is None or self.layers is None:
+            raise ValueError("the graph is not filled")
+        if self.row_symbol is None and rows != self.rows:
+            raise ValueError(f"the graph was compiled for {self.rows} rows only")
+        sizes = self.sizes if self.row_symbol is None else {**self.sizes, self.row_symbol: rows}
+        exact, filled = (int(formula.subs(sizes)) for formula in self.formulas)
+        return {
+            "multiply_adds_exact": exact,
+            "multiply_adds_filled": filled,
+            "ceiling_multiply_adds": exact / filled,
+            "ceiling_layer_passes": layer_pass_ceiling(self.split, self.layers, rows, self.tail),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON."""
+        hidden = ("formulas", "sizes", "row_symbol")
+        return {name: value for name, value in vars(self).items() if name not in hidden}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All graphs compiled for one model, in the order they were compiled."""
+
+    graphs: list[GraphReport]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON."""
+        return {"graphs": [graph.to_dict() for graph in self.graphs]}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self.graphs)) or "nothing was compiled for this model with backend 'ridgefill'"
+
+
+def _lines(graphs: Iterable[GraphReport]) -> Iterator[str]:
+    for number, graph in enumerate(graphs):
+        what = "filled" if graph.filled else "exact"
+        length = f"{graph.rows} rows" if graph.rows is not None else "no prompt"
+        line = f"graph {number}: {what}, {length}{' (any length)' if graph.dynamic else ''}: {graph.reason}"
+        if graph.filled:
+            line += (
+                f"; split {graph.split} of {graph.layers}, tail {graph.tail}, route {graph.route}; multiply-adds "
+                f"{graph.multiply_adds_exact:.3g} -> {graph.multiply_adds_filled:.3g} "
+                f"(ceiling {graph.ceiling_multiply_adds:.2f}x, by layer passes {graph.ceiling_layer_passes:.2f}x)"
+            )
+        line += f"; passes {sum(graph.pass_seconds.values()):.1f} s, inner compiler {graph.inner_seconds:.1f} s"
+        yield line
+        for label, text in (("at", graph.node), ("do", graph.hint), ("break", graph.graph_break)):
+            if text:
+                yield f"  {label}: {text}"
+        for text in graph.blocked:
+            yield f"  on every row: {text}"
+
+
+_reports: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reports of graphs that read it
+
+
+def remember(parameters: Iterable[torch.Tensor], graph: GraphReport) -> None:
+    """File a report under the parameters its graph reads; it is forgotten when they are."""
+    for parameter in parameters:
+        _reports.setdefault(parameter, []).append(graph)
+
+
+def report(model: torch.nn.Module) -> Report:
+    """What became of every graph compiled with backend "ridgefill" that reads this model's parameters."""
+    found: dict[int, GraphReport] = {}
+    for parameter in model.parameters():
+        for graph in _reports.get(parameter, []):
+            found[id(graph)] = graph
+    return Report(sorted(found.values(), key=lambda graph: graph.number))
