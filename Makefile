@@ -19,6 +19,9 @@ DEMO_ARGS    ?=
 BENCH_ARGS   ?=
 PYTEST_ARGS  ?=
 
+OLDEST_TORCH        ?= torch==2.11.0
+OLDEST_TRANSFORMERS ?= transformers==5.17.0
+
 BIN := $(VENV)/bin
 # The two big ones stay as pinned whatever else a later step asks for.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TRANSFORMERS) $(TORCH)
@@ -46,7 +49,7 @@ test-heavy: $(VENV)/.test $(VENV)/.demo
 	$(BIN)/python -m pytest -m heavy $(PYTEST_ARGS)
 
 test-oldest:
-	$(MAKE) test-fast VENV=.venv-oldest TORCH=torch==2.11.0 TRANSFORMERS=transformers==5.17.0
+	$(MAKE) test-fast VENV=.venv-oldest TORCH=$(OLDEST_TORCH) TRANSFORMERS=$(OLDEST_TRANSFORMERS)
 
 bench: $(VENV)/.demo
 	$(BIN)/python bench/prefill.py $(BENCH_ARGS)

@@ -215,7 +215,6 @@ FILLED: dict[str, Architecture] = {
     "glm4": Architecture("glm4", _HEADS, "sandwich norms, half rotary"),
     "granite": Architecture("granite", {**_GROUPED, **_GRANITE}, "scaled residual branches"),
     "smollm3": Architecture("smollm3", {**_GROUPED, "no_rope_layers": [1, 0, 1, 0]}, "layers without rotary"),
-    "exaone": Architecture("exaone", _GROUPED, "pre-norm"),
     "exaone4": Architecture("exaone4", {**_GROUPED, **_ALTERNATING}, "norms after the branches, sliding"),
     "nemotron": Architecture("nemotron", _GROUPED, "squared ReLU, layer norm weight plus one"),
     "persimmon": Architecture("persimmon", {}, "fused projection, norm per head, partial rotary"),
@@ -233,7 +232,6 @@ FILLED: dict[str, Architecture] = {
         "norm on the embedding, a first layer without one",
     ),
     "jais2": Architecture("jais2", _GROUPED, "layer norms, squared ReLU, biases"),
-    "internlm3": Architecture("internlm3", _HEADS, "pre-norm"),
     "hyperclovax": Architecture("hyperclovax", _HEADS, "sandwich norms, multipliers"),
     "cwm": Architecture("cwm", {**_HEADS, **_ALTERNATING}, "sliding and full"),
 }
