@@ -1,0 +1,77 @@
+"""From sums to maps: solve every penalty, score it on held-out rows, keep the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgefill_compile.maps import DTYPES, SplitMaps
+from ridgefill_compile.ridge import RidgeSolver, RidgeStatistics
+
+
+def fit_split(
+    sums: RidgeStatistics,
+    rows: Mapping[int, Tensor],
+    penalties: Sequence[float],
+    dtype: str,
+    watch: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> SplitMaps:
+    """The maps of one split, at the penalty with the highest held-out cosine; of equal ones, the largest.
+
+    Args:
+        sums: what to fit.
+        rows: layer -> its input on held-out rows, `[rows, d]` float32; the split and each layer with sums.
+        penalties: the grid of `λ` to try.
+        dtype: of the stored maps, "bfloat16" or "float32"; they are scored as stored, not as solved.
+        watch: passes the layers on, one at a time, to whoever shows progress.
+
+    Returns:
+        Maps on the CPU, with the figures that `SplitMaps` describes.
+    """
+    solver = RidgeSolver(sums)
+    x = rows[sums.split].to(sums.xx.device)
+    tried: dict[float, dict[int, dict[str, float]]] = {penalty: {} for penalty in penalties}
+    for layer in watch(sums.layers):
+        y = rows[layer].to(sums.xx.device)
+        for penalty, figures in tried.items():
+            figures[layer] = _figures(_stored(solver, layer, penalty, dtype), x, y)
+    mean = {
+        penalty: sum(figure["cosine"] for figure in figures.values()) / len(figures)
+        for penalty, figures in tried.items()
+    }
+    best = max(mean, key=lambda penalty: (mean[penalty], penalty))
+    maps = {layer: _stored(solver, layer, best, dtype) for layer in sums.layers}
+    return SplitMaps(
+        split=sums.split,
+        matrices={layer: matrix.cpu() for layer, (matrix, _) in maps.items()},
+        offsets={layer: offset.cpu() for layer, (_, offset) in maps.items()},
+        penalty=best,
+        rows=sums.count,
+        held_out=tried[best],
+        penalty_cosines=mean,
+    )
+
+
+def _stored(solver: RidgeSolver, layer: int, penalty: float, dtype: str) -> tuple[Tensor, Tensor]:
+    matrix, offset = solver.solve(layer, penalty)
+    return matrix.to(DTYPES[dtype]), offset.to(DTYPES[dtype])
+
+
+def _figures(stored: tuple[Tensor, Tensor], x: Tensor, y: Tensor) -> dict[str, float]:
+    """How well a map predicts `y` `[rows, d_out]` from `x` `[rows, d_in]`, and how well `x` itself does."""
+    matrix, offset = stored
+    figures = _agreement(x @ matrix.float().T + offset.float(), y)
+    if x.shape == y.shape:
+        figures |= {f"identity_{name}": value for name, value in _agreement(x, y).items()}
+    return figures
+
+
+def _agreement(prediction: Tensor, truth: Tensor) -> dict[str, float]:
+    error = torch.linalg.vector_norm(prediction - truth) / torch.linalg.vector_norm(truth)
+    return {
+        "cosine": float(F.cosine_similarity(prediction, truth, dim=1).mean()),
+        "relative_error": float(error),
+    }
