@@ -1,0 +1,133 @@
+"""Runs a model exactly while collecting what ridge maps are fitted on: sums over layer inputs, or the inputs themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from ridgefill_compile.backend import inner_compiler
+from ridgefill_compile.capture import capture
+from ridgefill_compile.errors import CalibrationError, CannotFill, OptionError, RidgefillError
+from ridgefill_compile.options import Options
+from ridgefill_compile.passes.accumulate import Extra, accumulate
+from ridgefill_compile.passes.locate import Located, check_late_states, locate
+from ridgefill_compile.ridge import RidgeStatistics
+
+
+class StateCollector:
+    """Compiles a model's exact forward with accumulators as added results, and hands them out call by call.
+
+    Args:
+        model: a causal decoder; called as `model(input_ids=.., use_cache=True, logits_to_keep=1)`, as far as its
+            `forward` takes these.
+        splits: first late layers to fit maps for.
+        stride: rows 0, stride, 2 * stride, ... are taken.
+        inner: compiler of the rewritten graph ("eager", "aot_eager" or "inductor").
+
+    Raises:
+        CalibrationError: at the first call: no layers found, a split out of range, or a graph break.
+    """
+
+    def __init__(self, model: nn.Module, splits: Sequence[int], stride: int = 4, inner: str = "eager") -> None:
+        self.model = model
+        self.splits = tuple(splits)
+        self.stride = stride
+        self.options = Options(route="exact", inner=inner)
+        self.located: Located | None = None
+        self._extras: list[Extra] = []
+        self._values: list[Tensor] | None = None
+        self._compiled = {rows: torch.compile(model, backend=self._backend(rows)) for rows in (False, True)}
+        accepted = inspect.signature(model.forward).parameters
+        everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        wanted = {"use_cache": True, "logits_to_keep": 1}
+        self._arguments = {name: value for name, value in wanted.items() if everything or name in accepted}
+
+    @property
+    def layers(self) -> int:
+        """Layers that write states; known after the first call."""
+        if self.located is None:
+            raise CalibrationError("the model has not run yet: call locate(input_ids) first")
+        return len(self.located.layers)
+
+    def locate(self, input_ids: Tensor) -> Located:
+        """Find the layers by running one short exact pass, input_ids [1, rows]."""
+        if self.located is None:
+            self._run(input_ids, rows=True)
+        assert self.located is not None
+        return self.located
+
+    def sums(self, input_ids: Tensor) -> dict[int, RidgeStatistics]:
+        """Sums over the taken rows of input_ids [batch, rows], for each split, in float64."""
+        found = self._run(input_ids, rows=False)
+        count = float(input_ids.shape[0] * -(-input_ids.shape[1] // self.stride))
+        statistics = {}
+        for split in self.splits:
+            mine = {(extra.kind, extra.layer): value for extra, value in found if extra.split == split}
+            late = sorted(layer for kind, layer in mine if kind == "xy")
+            statistics[split] = RidgeStatistics(
+                split=split,
+                count=count,
+                sum_x=mine["sum_x", split],
+                xx=mine["xx", split],
+                sum_y={layer: mine["sum_y", layer] for layer in late},
+                xy={layer: mine["xy", layer] for layer in late},
+            )
+        return statistics
+
+    def rows(self, input_ids: Tensor) -> dict[int, Tensor]:
+        """Inputs of every layer from the first split on, on the taken rows of input_ids [batch, rows]: [taken, d]."""
+        return {extra.layer: value for extra, value in self._run(input_ids, rows=True)}
+
+    def _run(self, input_ids: Tensor, rows: bool) -> list[tuple[Extra, Tensor]]:
+        self._values = None
+        with torch.no_grad():
+            self._compiled[rows](input_ids, **self._arguments)
+        if self._values is None:
+            raise CalibrationError(
+                "the compiled model did not run: torch.compile is switched off, or gave up after too many recompilations"
+            )
+        return list(zip(self._kinds(rows), self._values, strict=True))
+
+    def _kinds(self, rows: bool) -> list[Extra]:
+        return [extra for extra in self._extras if (extra.kind == "rows") == rows]
+
+    def _backend(self, rows: bool) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+        def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            try:
+                return self._compile(module, example_inputs, rows)
+            except RidgefillError as error:
+                failure = error  # raised at the call: raised here, Dynamo would wrap it
+
+                def fail(*inputs: Any) -> Any:
+                    raise CalibrationError(f"this model cannot be calibrated: {failure}") from failure
+
+                return fail
+
+        return backend
+
+    def _compile(self, module: GraphModule, example_inputs: Sequence[Any], rows: bool) -> Callable[..., Any]:
+        captured = capture(module)
+        located = locate(captured.graph)
+        count = len(located.layers)
+        if min(self.splits) < 0 or max(self.splits) >= count:
+            raise OptionError(f"splits {self.splits} must lie in 0..{count - 1}: {count} layers write states")
+        if self.located is not None and count != len(self.located.layers):
+            raise CannotFill("the model ran as several graphs", hint="remove what breaks the graph")
+        check_late_states(captured.graph, located, min(self.splits))
+        result, extras = accumulate(captured, located, self.splits, self.stride, rows)
+        self.located = located
+        self._extras = [e for e in self._extras if (e.kind == "rows") != rows] + extras
+        compiled = inner_compiler(self.options)(result, example_inputs)
+        added = len(extras)
+
+        def run(*inputs: Any) -> Any:
+            results = compiled(*inputs)
+            self._values = list(results[-added:])
+            return results[:-added]
+
+        return run
