@@ -1,14 +1,14 @@
-"""The calibration rewrite: nothing is replaced, and what the ridge fit needs of each layer's input is returned beside.
+"""The calibration rewrite: nothing is replaced; what the ridge fit needs of each layer's input is returned beside.
 
-    results, ...          ->    results, ..., for each split S and late layer l > S, on every `stride`-th row, in float64:
-                                sum x_S [d_in], x_S^T x_S [d_in, d_in], sum x_l [d_out], x_S^T x_l [d_in, d_out]
+    results, ...   ->   results, ..., for each split S and late layer l > S, on every `stride`-th row, in float64:
+                        sum x_S [d_in], x_S^T x_S [d_in, d_in], sum x_l [d_out], x_S^T x_l [d_in, d_out]
 
 or, to score maps on held-out text, those rows themselves: x_l [rows / stride, d] of every layer from the first split on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,9 @@ def accumulate(
             double = {i: emit(aten.to.dtype, value, torch.float64) for i, value in taken.items()}
             for split in splits:
                 _add_sums(emit, double, split, add)
-    output.args = ((*output.args[0], *added),)
+    results = output.args[0]
+    assert isinstance(results, list | tuple)
+    output.args = ((*results, *added),)
     result.graph.lint()
     result.recompile()
     return result, extras
@@ -77,8 +79,7 @@ def _taken_rows(emit: Emitter, value: Node, row_dim: int, stride: int) -> Node:
     return emit(aten.reshape.default, some, [-1, int(value.meta["val"].shape[-1])], like=value)
 
 
-def _add_sums(emit: Emitter, double: dict[int, Node], split: int, add: object) -> None:
-    assert callable(add)
+def _add_sums(emit: Emitter, double: dict[int, Node], split: int, add: Callable[[Node, str, int, int], None]) -> None:
     x = double[split]
     turned = emit(aten.t.default, x)
     add(emit(aten.sum.dim_IntList, x, [0]), "sum_x", split, split)

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, covers, join
-from ridgefill_compile.passes.rules import Call, CausalTail, Need, aten, arguments, reaches_the_end, rule_for
+from ridgefill_compile.passes.rules import Call, CausalTail, Need, arguments, aten, reaches_the_end, rule_for
 
 
 @dataclass
@@ -39,9 +39,7 @@ class Demands:
         return self.of.get(node, NOTHING)
 
 
-def analyse(
-    graph: Graph, roots: Iterable[tuple[Node, Demand]] | None = None, stop: Node | None = None
-) -> Demands:
+def analyse(graph: Graph, roots: Iterable[tuple[Node, Demand]] | None = None, stop: Node | None = None) -> Demands:
     """Demands of `roots`, or of all the graph's outputs and effects, on every node (back to `stop`, if given)."""
     demands = Demands()
     wanted = roots if roots is not None else ((node, EVERYTHING) for node in effects(graph))
@@ -67,7 +65,8 @@ def effects(graph: Graph) -> Iterator[Node]:
 
 def has_effect(node: Node) -> bool:
     """Whether a call writes into something or may raise. (FX's own test also counts whatever may draw random numbers,
-    attention with its unused dropout among them.)"""
+    attention with its unused dropout among them.)
+    """
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return node.op == "call_function" and node.target in torch.fx.node._side_effectful_functions

@@ -24,7 +24,16 @@ from ridgefill_compile.passes.attend import causal_tail_mask
 from ridgefill_compile.passes.demand import Demands, analyse, whole_suffix
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
 from ridgefill_compile.passes.rows import EVERYTHING, Demand, Rows, covers
-from ridgefill_compile.passes.rules import CAUSAL_TAIL, TO_THE_END, Call, CausalTail, Need, aten, rule_for, shape
+from ridgefill_compile.passes.rules import (
+    CAUSAL_TAIL,
+    TO_THE_END,
+    Call,
+    CausalTail,
+    Need,
+    aten,
+    rule_for,
+    shape,
+)
 
 
 def eliminate(module: GraphModule, demands: Demands | None = None) -> GraphModule:
@@ -123,5 +132,3 @@ class _Writer:
         apart = self.emit(aten.unflatten.int, value, dim, parts, like=value)
         last = self.emit(aten.slice.Tensor, apart, dim + 1, -wanted.last, TO_THE_END, like=value)
         return self.emit(aten.flatten.using_ints, last, dim, dim + 1, like=value)
-
-

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.rows import IntLike, same
-from ridgefill_compile.passes.rules import aten
+from ridgefill_compile.passes.rules import aten, shape
 
 
 class Emitter:
@@ -53,7 +53,7 @@ class Emitter:
         if isinstance(value, torch.SymInt):
             self._sizes.insert(0, (value, node, None))
         elif isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.shape):
+            for dim, size in enumerate(shape(node)):
                 if isinstance(size, torch.SymInt) and not any(same(size, known) for known, _, _ in self._sizes):
                     self._sizes.append((size, node, dim))
 

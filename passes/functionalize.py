@@ -24,7 +24,14 @@ from ridgefill_compile.passes.emit import copy_module, inputs_of
 from ridgefill_compile.passes.rules import aten
 
 NO_OPS = (aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh.default)
-CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default)
+CASTS = (
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten.type_as.default,
+    aten._to_copy.default,
+)
 
 
 def functionalize(module: GraphModule) -> GraphModule:
@@ -35,6 +42,7 @@ def functionalize(module: GraphModule) -> GraphModule:
     """
     module = copy_module(module)
     graph = module.graph
+    _drop_no_ops(module)  # first: they are the same memory under another name
     written: dict[Node, Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and _writes(node.target):
@@ -45,7 +53,6 @@ def functionalize(module: GraphModule) -> GraphModule:
             if source in written:
                 last = graph.call_function(aten.copy_.default, (source, written[source]))
                 last.meta["val"] = source.meta["val"]
-    _drop_no_ops(module)
     graph.eliminate_dead_code()
     module.recompile()
     return module

@@ -1,16 +1,16 @@
-"""Where the layers are, found by graph theory: no module names, no patterns. Changes nothing.
+r"""Where the layers are, found by graph theory: no module names, no patterns. Changes nothing.
 
-Take the values that depend on the tokens, as a flow graph from their embedding to the graph's last result (the logits).
-A value that *every* path passes through is a dominator; the dominators of the result form the *trunk*: in a residual
-decoder, the residual stream at and between the layers, since each block has a path around it.
+Take the values that depend on the tokens, as a flow graph from their embedding to the graph's last result, the
+logits. A value that *every* path passes through is a dominator; the dominators of the result form the *trunk*: in a
+residual decoder, the residual stream at and between the layers, since each block has a path around it.
 
     tokens -> x_0 -> .. -> x_1 -> .. -> x_2 -> .. -> norm -> logits          trunk
-               \\-> K_0,V_0  \\-> K_1,V_1  \\-> K_2,V_2                        state writes, each off its layer's input
+               \\-> K_0,V_0  \\-> K_1,V_1  \\-> K_2,V_2                        state writes, each off its layer
 
-A *state write* is another output: a key, a value, .... It leaves the trunk at the deepest trunk value that dominates it.
-State writes that leave at one value belong to one layer, and that value is the layer's input: everything the layer
-writes depends on the tokens through it alone, so predicting it predicts them. It stands before the layer's own norm (the
-norm's result is no dominator: the residual passes around it), which is what the maps are fitted to.
+A *state write* is another output: a key, a value, ... It leaves the trunk at the deepest trunk value that dominates
+it. State writes that leave at one value belong to one layer, and that value is the layer's input: everything the layer
+writes depends on the tokens through it alone, so predicting it predicts them. It stands before the layer's own norm
+(the norm's result is no dominator: the residual passes around it), which is what the maps are fitted to.
 
 An output *on* the trunk is not a state: it is a hidden state or logits that somebody wants.
 """
@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.demand import analyse
 from ridgefill_compile.passes.rows import EVERYTHING, IntLike, Rows, same
-from ridgefill_compile.passes.rules import Need, aten, arguments, rule_for, shape
+from ridgefill_compile.passes.rules import Need, arguments, aten, rule_for, shape
 
 STATE_UPDATES = {
     aten.index_copy.default: "source",
@@ -107,7 +107,7 @@ def locate(graph: Graph) -> Located:
 
 
 def _sources(graph: Graph) -> Iterator[Node]:
-    """Values that may be the embedded prompt: embeddings looked up by an input, and float inputs with three dimensions."""
+    """Values that may be the embedded prompt: looked-up embeddings, and float inputs with three dimensions."""
     for node in graph.nodes:
         if node.target is aten.embedding.default:
             yield node
@@ -136,7 +136,7 @@ def _locate_from(graph: Graph, source: Node, outputs: list[Node]) -> Located | N
     reached = [node for node in outputs if node in flow and node is not source]
     if not reached:
         return None
-    result = max(reached, key=_position)
+    result = max(reached)
     above = nx.immediate_dominators(flow, source)
     trunk = list(_chain(result, above, source))[::-1]
     place = {node: position for position, node in enumerate(trunk)}
@@ -154,10 +154,6 @@ def _locate_from(graph: Graph, source: Node, outputs: list[Node]) -> Located | N
         return None
     layers = tuple(Layer(i, root, tuple(states[root])) for i, root in enumerate(roots))
     return Located(source, row_dim, layers, tuple(trunk), result, tuple(o for o in others if o is not result))
-
-
-def _position(node: Node) -> tuple[int, ...]:
-    return node._sort_key
 
 
 def _chain(node: Node, above: dict[Node, Node], source: Node) -> Iterator[Node]:

@@ -88,9 +88,7 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
 class _Router:
     """Writes the predicted input of one late layer after another."""
 
-    def __init__(
-        self, emit: Emitter, located: Located, fill: Fill, split_state: Node, truth: dict[Node, Node]
-    ) -> None:
+    def __init__(self, emit: Emitter, located: Located, fill: Fill, split_state: Node, truth: dict[Node, Node]) -> None:
         self.emit, self.located, self.fill, self.truth = emit, located, fill, truth
         self.split_state = split_state
         self.tensors: dict[str, torch.Tensor] = {}
@@ -203,8 +201,7 @@ def _readers(state: Node, wanted: Callable[[Node], bool]) -> list[Node]:
 def _hide_keys(emit: Emitter, call: Node, tail: int) -> None:
     """Give an attention call a boolean mask [queries, keys] that also hides the prefix of this prompt.
 
-    New keys stand last among the keys, or first where a static cache is longer than the prompt; queries are the prompt's
-    rows, so key j is hidden if it lies `tail` or more before the end of the prompt and is not an older one.
+    Query i sees key j if j is not after i, and is one of the tail's or i itself (a row that sees nothing would be NaN).
     """
     given = arguments(call)
     query, key, mask = given["query"], given["key"], given.get("attn_mask")

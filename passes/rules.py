@@ -74,10 +74,9 @@ def rule_for(node: Node) -> Rule | None:
 # ---------------------------------------------------------------- reading and rewriting calls
 
 
-def shape(node: Node) -> torch.Size:
+def shape(node: Node) -> tuple[IntLike, ...]:
     """Shape of a node's (fake) value."""
-    size: torch.Size = node.meta["val"].shape
-    return size
+    return tuple(node.meta["val"].shape)
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def pointwise(node: Node, rows: Rows) -> Call | None:
         kwargs = {name: broadcast(value, rows, result) for name, value in node.kwargs.items()}
     except LookupError:
         return None
-    return Call(node.target, args, kwargs)  # type: ignore[arg-type]
+    return Call(node.target, args, kwargs)
 
 
 def first_operand(node: Node, rows: Rows) -> Call:
@@ -176,7 +175,8 @@ def factory(name: str) -> Rule:
 def reduction(node: Node, rows: Rows) -> Call | None:
     """Reduces `dim`; every other dimension passes."""
     given = arguments(node)
-    operand = given.get("self", given.get("input"))
+    operand = node.args[0]
+    assert isinstance(operand, Node)
     rank = len(shape(operand))
     dims = given.get("dim")
     if dims is None or dims == []:

@@ -20,6 +20,7 @@ from ridgefill_compile.errors import RidgefillError, describe_node
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
 from ridgefill_compile.passes.functionalize import is_view
 from ridgefill_compile.passes.rows import same
+from ridgefill_compile.passes.rules import shape
 
 
 class BrokenPass(RidgefillError):
@@ -112,14 +113,14 @@ def _check_constants(after: GraphModule, before: GraphModule, name: str) -> None
     for node in after.graph.nodes:
         if node.op == "get_attr" and node.target not in old:
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and not str(node.target).startswith("ridgefill_"):
-                if any(isinstance(s, int) and s in hidden for s in value.shape):
-                    _fail(name, "a constant has as many entries as the prompt has rows", node)
+            ours = str(node.target).startswith("ridgefill_")
+            if isinstance(value, torch.Tensor) and not ours and hidden.intersection(value.shape):
+                _fail(name, "a constant has as many entries as the prompt has rows", node)
 
 
 def _integer_rows(node: Node) -> list[int]:
     """Row counts that token ids show."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 2:
-        return [int(s) for s in value.shape[1:] if isinstance(s, int)]
+        return [size for size in shape(node)[1:] if isinstance(size, int)]
     return []

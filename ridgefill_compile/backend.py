@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
@@ -96,7 +96,7 @@ def inner_compiler(options: Options) -> Callable[[GraphModule, Sequence[Any]], C
     from torch._inductor.compile_fx import compile_fx
 
     patches = list_mode_options(options.mode) if options.mode not in (None, "default") else {}
-    return lambda module, inputs: compile_fx(module, list(inputs), config_patches=patches or None)
+    return lambda module, inputs: cast(Compiled, compile_fx(module, list(inputs), config_patches=patches or None))
 
 
 def graph_break(module: GraphModule) -> str | None:

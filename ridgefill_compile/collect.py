@@ -1,4 +1,4 @@
-"""Runs a model exactly while collecting what ridge maps are fitted on: sums over layer inputs, or the inputs themselves."""
+"""Runs a model exactly while collecting what ridge maps are fitted on: sums over layer inputs, or the inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StateCollector:
         self.options = Options(route="exact", inner=inner)
         self.located: Located | None = None
         self._extras: list[Extra] = []
-        self._values: list[Tensor] | None = None
+        self._values: list[Tensor] = []
         self._compiled = {rows: torch.compile(model, backend=self._backend(rows)) for rows in (False, True)}
         accepted = inspect.signature(model.forward).parameters
         everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
@@ -84,12 +84,12 @@ class StateCollector:
         return {extra.layer: value for extra, value in self._run(input_ids, rows=True)}
 
     def _run(self, input_ids: Tensor, rows: bool) -> list[tuple[Extra, Tensor]]:
-        self._values = None
+        self._values = []
         with torch.no_grad():
             self._compiled[rows](input_ids, **self._arguments)
-        if self._values is None:
+        if not self._values:
             raise CalibrationError(
-                "the compiled model did not run: torch.compile is switched off, or gave up after too many recompilations"
+                "the compiled model did not run: torch.compile is switched off, or gave up recompiling"
             )
         return list(zip(self._kinds(rows), self._values, strict=True))
 

@@ -156,7 +156,9 @@ def check_gain(graph_report: GraphReport, blocked: list[Node]) -> None:
         raise CannotFill(
             f"filling would save nothing (multiply-adds {gain:.2f}x)",
             blocked[0] if blocked else None,
-            "an op of the late layers needs every row: it has no row rule" if blocked else "lower the split or the tail",
+            "an op of the late layers needs every row: it has no row rule"
+            if blocked
+            else "lower the split or the tail",
         )
 
 
@@ -165,7 +167,7 @@ def keep_input_sources(result: GraphModule, module: GraphModule) -> None:
     sources = {}
     for new, old in zip(inputs_of(result.graph), inputs_of(module.graph), strict=True):
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     for name, _ in [*result.named_parameters(), *result.named_buffers()]:
         sources[name] = ConstantSource(name)
     result._param_name_to_source = sources  # type: ignore[assignment]
@@ -188,5 +190,3 @@ def _count(graph_report: GraphReport, captured: GraphModule, result: GraphModule
     graph_report.ceiling_layer_passes = layer_pass_ceiling(
         graph_report.split, graph_report.layers, graph_report.rows, graph_report.tail
     )
-
-

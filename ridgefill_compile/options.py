@@ -23,7 +23,7 @@ class Options:
     Attributes:
         maps: directory of saved maps, or a `RidgeMaps`; wanted by `route="ridge"` only.
         route: what late layers read on prefix rows: "exact" (everything: the stock graph), "none" (nothing: the tail
-            attends to itself only), "identity" (the split state), "ridge" (its map), "oracle" (the true input; for tests).
+            attends to itself only), "identity" (the split state), "ridge" (its map), "oracle" (the true input).
         split: first late layer; layers `0..split-1` run exactly on every row. Default: the maps' own.
         tail: last prompt rows that run every layer exactly.
         min_fill: fewest prefix rows worth filling; shorter prompts run the stock graph.

@@ -1,4 +1,4 @@
-"""Is this graph a prefill worth filling? Decided from shapes and options, before anything is traced again or changed."""
+"""Is this graph a prefill worth filling? Decided from shapes and options, before anything is traced or changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan(module: GraphModule, options: Options) -> Plan:
 
 
 def prompt_rows(module: GraphModule) -> Iterator[int | torch.SymInt]:
-    """Row counts of what may be the prompt: looked-up ids [batch, rows] or [rows], or embeddings [batch, rows, hidden]."""
+    """Row counts of what may be the prompt: ids [batch, rows] or [rows], or embeddings [batch, rows, hidden]."""
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in EMBEDDINGS:
             value = _value(node.args[0] if node.args else node.kwargs.get("input"))
@@ -53,9 +53,10 @@ def prompt_rows(module: GraphModule) -> Iterator[int | torch.SymInt]:
                 yield value.shape[-1]
     for node in module.graph.nodes:
         value = _value(node) if node.op == "placeholder" else None
-        if value is not None and value.dim() == 3 and value.is_floating_point():
-            if not isinstance(value, torch.nn.Parameter):
-                yield value.shape[1]
+        if value is None or isinstance(value, torch.nn.Parameter):
+            continue
+        if value.dim() == 3 and value.is_floating_point():
+            yield value.shape[1]
 
 
 def _value(node: object) -> torch.Tensor | None:

@@ -54,7 +54,7 @@ class PassRunner:
 def readable(module: GraphModule, demands: Demands | None = None) -> str:
     """A graph as text: a line per node with its type, the rows of it that are read, its call and its module.
 
-    linear_9: f32[1, 4096, 576], read: last 512 of dim 1  = aten.linear.default(mul_12, p_weight)  # model.layers.3.q_proj
+    linear_9: f32[1, 4096, 576], read: last 512 of dim 1  = aten.linear.default(mul_12, w)  # model.layers.3.q_proj
     """
     demands = demands or analyse(module.graph)
     return "\n".join(_line(node, demands) for node in module.graph.nodes) + "\n"

@@ -1,0 +1,74 @@
+"""What a fill must equal at its ends, for every anatomy: the true inputs give the exact model, and elimination gives
+what routing defines. Compared on the results *and every state write*, in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.decoders import EITHER, FILLED, REFUSED, cache_of, token_ids
+from tests.variants import Variants, worst
+
+TOLERANCE = 1e-4  # fp32 rounding of these models is up to 2e-5
+
+
+def padded(rows: int) -> dict[str, Any]:
+    """Two prompts, the first one shorter."""
+    ids = token_ids(rows, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, : rows // 5] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def check(variants: Variants, prompts: int) -> None:
+    """Every prompt was filled, and each way agrees with the one it must equal."""
+    assert not variants.refusals, variants.refusals
+    assert len(variants.results) == prompts
+    for results in variants.results:
+        assert worst(results["exact"], results["oracle"]) < TOLERANCE
+        assert worst(results["routed"], results["eliminated"]) < TOLERANCE
+        assert worst(results["exact"], results["eliminated"]) > 100 * TOLERANCE, "the fill changed nothing"
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_static_and_dynamic_lengths(name: str) -> None:
+    variants = Variants()
+    calls = [{"input_ids": token_ids(rows), "use_cache": True, "logits_to_keep": 2} for rows in (60, 45, 71)]
+    if name in NO_LOGITS_TO_KEEP:
+        pytest.skip("its forward gives logits of every row")
+    variants.run(FILLED[name].build(), *calls)
+    check(variants, 3)
+    assert variants.compiled == 2  # one static, one for every other length
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_batch_with_left_padding(name: str) -> None:
+    variants = Variants()
+    variants.run(FILLED[name].build(), {**padded(50), "use_cache": True, "logits_to_keep": 2})
+    check(variants, 1)
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_continued_cache(name: str) -> None:
+    model = FILLED[name].build()
+    with torch.no_grad():
+        cache = cache_of(model(token_ids(20, seed=5), use_cache=True))
+    variants = Variants()
+    variants.run(model, {"input_ids": token_ids(40), "past_key_values": cache, "use_cache": True, "logits_to_keep": 2})
+    check(variants, 1)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason(name: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("name", EITHER)
+def test_filled_or_refused_but_never_wrong(name: str) -> None:
+    pass
+
+
+NO_LOGITS_TO_KEEP: tuple[str, ...] = ()

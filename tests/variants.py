@@ -1,0 +1,135 @@
+"""One trace of a model, rewritten in several ways and run side by side on the same inputs.
+
+Each way costs only its passes: Dynamo, the slow part, runs once a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from ridgefill_compile.capture import capture
+from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.options import Options
+from ridgefill_compile.passes.eliminate import eliminate
+from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
+from ridgefill_compile.passes.route import Fill, route
+from ridgefill_compile.passes.verify import verify
+from ridgefill_compile.plan import plan
+
+
+class RandomMaps:
+    """Maps of random numbers: what they predict is wrong, and the same for every way of computing it."""
+
+    def __init__(self, located: Located, split: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        d_in = located.layers[split].width
+        widths = {layer.index: layer.width for layer in located.layers[split + 1 :]}
+        self.matrices = {i: torch.randn(d, d_in, generator=generator) / d_in**0.5 for i, d in widths.items()}
+        self.offsets = {i: torch.randn(d, generator=generator) for i, d in widths.items()}
+
+    def matrix(self, layer: int) -> Tensor:
+        return self.matrices[layer]
+
+    def offset(self, layer: int) -> Tensor:
+        return self.offsets[layer]
+
+
+@dataclass
+class Variants:
+    """A compile backend that runs the captured graph ("exact") and each rewritten one on every call.
+
+    Attributes:
+        ways: name -> (route, whether rows are eliminated).
+        graphs: name -> rewritten graph, of the last compiled prompt.
+        results: one entry a call that was a prompt: name -> results of the graph.
+        refusals: why prompts were not filled.
+        compiled: how many prompt graphs were compiled.
+    """
+
+    split: int = 1
+    tail: int = 16
+    ways: Mapping[str, tuple[str, bool]] = field(
+        default_factory=lambda: {
+            "oracle": ("oracle", True),
+            "routed": ("ridge", False),
+            "eliminated": ("ridge", True),
+        }
+    )
+    graphs: dict[str, GraphModule] = field(default_factory=dict)
+    results: list[dict[str, Sequence[Tensor]]] = field(default_factory=list)
+    refusals: list[CannotFill] = field(default_factory=list)
+    located: Located | None = None
+    compiled: int = 0
+
+    def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not plan(module, Options(route="oracle", split=self.split, tail=self.tail, min_fill=1)).fill:
+            return module.forward
+        self.compiled += 1
+        try:
+            graphs = self.rewrite(module)
+        except CannotFill as refusal:
+            self.refusals.append(refusal)
+            return module.forward
+
+        def run(*inputs: Any) -> Any:
+            copies = {
+                name: [x.clone() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) else x for x in inputs]
+                for name in graphs
+            }
+            found = {name: _written(graph, graph(*copies[name]), copies[name]) for name, graph in graphs.items()}
+            self.results.append(found)
+            return module.forward(*inputs)
+
+        return run
+
+    def rewrite(self, module: GraphModule) -> dict[str, GraphModule]:
+        captured = capture(module)
+        verify(captured, None, "capture")
+        located = self.located = locate(captured.graph)
+        check_wanted_rows(captured.graph, located, self.tail)
+        check_late_states(captured.graph, located, self.split)
+        self.graphs = {"exact": captured}
+        for name, (way, eliminated) in self.ways.items():
+            fill = Fill(way, self.split, self.tail, RandomMaps(located, self.split))
+            routed = route(captured, located, fill)
+            verify(routed, captured, "route")
+            self.graphs[name] = eliminate(routed) if eliminated else routed
+            verify(self.graphs[name], routed, "eliminate")
+        return self.graphs
+
+    def run(self, model: nn.Module, *calls: Mapping[str, Any]) -> list[dict[str, Sequence[Tensor]]]:
+        """Call the model, compiled once for all calls, under `no_grad`."""
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=self)
+        with torch.no_grad():
+            for call in calls:
+                compiled(**call)
+        return self.results
+
+
+def _written(graph: GraphModule, results: Sequence[Tensor], inputs: Sequence[Any]) -> list[Tensor]:
+    """A graph's results and, behind them, its tensor inputs as it leaves them: static caches are written in place."""
+    tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+    return [*(r for r in results if isinstance(r, Tensor)), *tensors]
+
+
+def worst(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The largest difference between two lists of results, relative to each one's largest entry."""
+    assert len(left) == len(right)
+    found = 0.0
+    for a, b in zip(left, right, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        if a.numel() and a.is_floating_point():
+            scale = max(1.0, a.nan_to_num(0.0, 0.0, 0.0).abs().max().item())
+            found = max(found, ((a - b).nan_to_num(0.0, 0.0, 0.0).abs().max() / scale).item())
+            assert torch.equal(a.isfinite(), b.isfinite())
+        else:
+            assert torch.equal(a, b)
+    return found
