@@ -32,9 +32,7 @@ def novel_tokens(ids: Tensor, run: int = RUN) -> Tensor:
         ValueError: `ids` is not one-dimensional, or `run` is not positive.
     """
     if ids.dim() != 1 or run < 1:
-        raise ValueError(
-            f"need one-dimensional ids and a positive run, got shape {list(ids.shape)} and run {run}"
-        )
+        raise ValueError(f"need one-dimensional ids and a positive run, got shape {list(ids.shape)} and run {run}")
     tokens = ids.tolist()
     novel = torch.ones(len(tokens), dtype=torch.bool)
     seen: set[tuple[int, ...]] = set()
@@ -108,9 +106,7 @@ def score(exact: Tensor, other: Tensor, ids: Tensor) -> TokenScores:
     """
     count = exact.shape[0]
     if exact.shape != other.shape or ids.dim() != 1 or ids.shape[0] <= count:
-        raise ValueError(
-            f"logits {list(exact.shape)} and {list(other.shape)} do not fit ids {list(ids.shape)}"
-        )
+        raise ValueError(f"logits {list(exact.shape)} and {list(other.shape)} do not fit ids {list(ids.shape)}")
     targets = ids[-count:]
     return TokenScores(
         novel=novel_tokens(ids)[-count:],

@@ -49,7 +49,7 @@ class Texts:
             CalibrationError: there are fewer documents of that length.
         """
         documents = in_turn([self.calibration_documents(kind) for kind in KINDS])
-        return windows(documents, tokenizer, rows, count)
+        return windows_of(documents, tokenizer, rows, count)
 
     def held_out(self, tokenizer: Any, rows: int, count: int) -> list[Window]:
         """`count` held-out windows of `rows` tokens each, one a document, prose and code in turn.
@@ -57,7 +57,7 @@ class Texts:
         Raises:
             CalibrationError: there are fewer documents of that length.
         """
-        return windows(self.held_out_in_turn(), tokenizer, rows, count)
+        return windows_of(self.held_out_in_turn(), tokenizer, rows, count)
 
     def held_out_in_turn(self) -> Iterator[Document]:
         """Held-out documents, prose and code in turn."""
@@ -113,7 +113,7 @@ def in_turn(kinds: Sequence[Iterator[Document]]) -> Iterator[Document]:
     return (document for document in chain.from_iterable(zip_longest(*kinds)) if document is not None)
 
 
-def windows(documents: Iterator[Document], tokenizer: Any, rows: int, count: int) -> list[Window]:
+def windows_of(documents: Iterator[Document], tokenizer: Any, rows: int, count: int) -> list[Window]:
     """The first `rows` tokens of each of the first `count` documents that are long enough.
 
     Args:

@@ -10,7 +10,7 @@ import pytest
 from ridgefill_compile.errors import CalibrationError
 from ridgefill_compile.evaluate import sources
 from ridgefill_compile.evaluate.sources import SHORTEST, Document, Source
-from ridgefill_compile.evaluate.texts import long_prompt, shingles, split_texts, windows
+from ridgefill_compile.evaluate.texts import long_prompt, shingles, split_texts, windows_of
 
 WORDS = ["row", "prefix", "tail", "split", "layer", "map", "state", "arm", "value", "write"]
 
@@ -43,8 +43,7 @@ def texts_of(found):
 def test_the_two_sides_share_no_document_and_no_50_words():
     shared = " ".join(random.Random(7).choices(WORDS, k=60))
     echoing = [
-        Source(f"echo{seed}", "prose", partial(lambda s: prose(s) + shared, f"echo{seed}"))
-        for seed in range(40)
+        Source(f"echo{seed}", "prose", partial(lambda s: prose(s) + shared, f"echo{seed}")) for seed in range(40)
     ]
     texts = split_texts(made_up(30) + made_up(30, "code") + echoing)
     held_out = set().union(*(shingles(document.text) for document in texts.held_out_documents))
@@ -85,7 +84,7 @@ def test_windows_alternate_between_kinds_and_have_the_length_asked_for():
 def test_too_little_text_says_how_much_there_was():
     short = [Document("a", "prose", "row tail"), Document("b", "prose", "map")]
     with pytest.raises(CalibrationError, match=r"need 1 documents of 5 tokens, found 0: .* 2"):
-        windows(iter(short), WordTokenizer(), 5, 1)
+        windows_of(iter(short), WordTokenizer(), 5, 1)
     with pytest.raises(CalibrationError, match="no usable text"):
         split_texts([]).calibration(WordTokenizer(), 5, 1)
     with pytest.raises(CalibrationError, match="9 tokens, all text together has 3"):
@@ -103,7 +102,7 @@ def test_a_long_prompt_joins_documents():
 
 def test_tokens_are_sought_beyond_the_first_characters():
     document = Document("a", "prose", " " * 5000 + "row tail map")
-    assert windows(iter([document]), WordTokenizer(), 2, 1)[0].ids.tolist() == [[0, 2]]
+    assert windows_of(iter([document]), WordTokenizer(), 2, 1)[0].ids.tolist() == [[0, 2]]
 
 
 def test_sources_are_read_with_care(tmp_path):

@@ -1,0 +1,256 @@
+"""The command line: `ridgefill demo | calibrate | eval | maps`.
+
+Results go to stdout, progress and errors to stderr; with `--json` stdout holds one JSON object and nothing
+else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ridgefill_compile.demo import DemoSettings, run_demo, show
+from ridgefill_compile.errors import RidgefillError
+
+app = typer.Typer(
+    help="Answer long prompts sooner: run only the early layers on most prompt rows.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+P = ParamSpec("P")
+DEFAULT = DemoSettings()
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Model = Annotated[str, typer.Argument(help="Folder or name of a transformers model, or 'demo' for the demo's own.")]
+Maps = Annotated[Path, typer.Argument(help="Folder of saved maps.")]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option("--text", help="File or folder of text; may be repeated. Default: text found on this machine."),
+]
+
+
+def reporting(command: Callable[P, dict[str, Any]]) -> Callable[P, None]:
+    """A command that prints what it returns if that was asked for with `--json`, and errors in one line.
+
+    While the command runs with `--json`, whatever it or a library prints goes to stderr.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        as_json = bool(kwargs.get("as_json"))
+        try:
+            with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+                result = command(*args, **kwargs)
+        except (RidgefillError, OSError) as error:
+            Console(stderr=True).print(f"[red]error:[/red] {type(error).__name__}:", end=" ")
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from error
+        if as_json:
+            typer.echo(json.dumps(result))
+
+    run.__annotations__["return"] = None
+    return run
+
+
+@app.command()
+@reporting
+def demo(
+    rows: Annotated[int, typer.Option(help="Prompt rows of the timing.")] = DEFAULT.rows,
+    tail: Annotated[int, typer.Option(help="Last rows that run every layer.")] = DEFAULT.tail,
+    split: Annotated[int, typer.Option(help="First late layer, of 30.")] = DEFAULT.split,
+    runs: Annotated[int, typer.Option(help="Timed runs of each model.")] = DEFAULT.runs,
+    calibration_windows: Annotated[int, typer.Option(help="Texts to calibrate on.")] = DEFAULT.calibration_windows,
+    held_out_windows: Annotated[int, typer.Option(help="Held-out texts to compare on.")] = DEFAULT.held_out_windows,
+    held_out_rows: Annotated[int, typer.Option(help="Prompt rows of each.")] = DEFAULT.held_out_rows,
+    picture: Annotated[Path, typer.Option(help="Picture to write.")] = Path("ridgefill-demo/demo.png"),
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Fill long prompts of a small trained model: how much sooner, how much worse, and how it answers."""
+    settings = DemoSettings(
+        rows=rows,
+        tail=tail,
+        split=split,
+        runs=runs,
+        calibration_windows=calibration_windows,
+        held_out_windows=held_out_windows,
+        held_out_rows=held_out_rows,
+    )
+    quiet_libraries()
+    result = run_demo(settings, picture)
+    if not as_json:
+        show(result, Console())
+    return result
+
+
+@app.command()
+@reporting
+def calibrate(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to save the maps in.")],
+    split: Annotated[list[int], typer.Option(help="First late layer; may be repeated, the first is the default.")],
+    text: Text = None,
+    windows: Annotated[int, typer.Option(help="Texts taken from this machine, one window each.")] = 60,
+    window: Annotated[int, typer.Option(help="Rows of one pass.")] = 2048,
+    stride: Annotated[int, typer.Option(help="Every how manyth row is fitted.")] = 4,
+    held_out: Annotated[int, typer.Option(help="Texts that only choose the penalty.")] = 5,
+    dtype: Annotated[str, typer.Option(help="Of the stored maps: bfloat16 or float32.")] = "bfloat16",
+    model_dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder to go on from. Default: beside --out.")] = None,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """Fit a model's maps on text. Interrupted, the same command goes on where it stopped."""
+    from ridgefill_compile import calibrate as calibration
+    from ridgefill_compile.evaluate.sources import folder_documents
+    from ridgefill_compile.evaluate.texts import split_texts
+    from ridgefill_compile.evaluate.trained import load_model
+
+    quiet_libraries()
+    loaded, tokenizer = load_model(model, model_dtype)
+    if text:
+        documents: Any = (document.text for document in folder_documents(text))
+    else:
+        documents = [each.ids for each in split_texts().calibration(tokenizer, window, windows)]
+    maps = calibration.calibrate(
+        loaded,
+        documents,
+        splits=split,
+        tokenizer=tokenizer,
+        window=window,
+        stride=stride,
+        held_out=held_out,
+        dtype=dtype,
+        checkpoint=checkpoint or out.with_name(out.name + ".unfinished"),
+    )
+    maps.save(out)
+    result = {"saved": str(out), **about_maps(out)}
+    if not as_json:
+        show_maps(result)
+    return result
+
+
+@app.command("eval")
+@reporting
+def evaluate(
+    model: Model,
+    maps: Maps,
+    split: Annotated[int | None, typer.Option(help="First late layer. Default: the maps' own.")] = None,
+    tail: Annotated[int, typer.Option(help="Last rows that run every layer.")] = 512,
+    rows: Annotated[int, typer.Option(help="Prompt rows of each text.")] = 3072,
+    windows: Annotated[int, typer.Option(help="Held-out texts.")] = 16,
+    scored: Annotated[int, typer.Option(help="Tokens scored at the end of each.")] = 256,
+    text: Text = None,
+    model_dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """What no fill, identity and ridge lose against the exact model on held-out text."""
+    from ridgefill_compile.evaluate.arms import compare
+    from ridgefill_compile.evaluate.progress import progress
+    from ridgefill_compile.evaluate.sources import folder_documents
+    from ridgefill_compile.evaluate.tables import arm_table
+    from ridgefill_compile.evaluate.texts import split_texts, windows_of
+    from ridgefill_compile.evaluate.trained import load_model
+    from ridgefill_compile.maps import RidgeMaps
+
+    quiet_libraries()
+    loaded, tokenizer = load_model(model, model_dtype)
+    found = RidgeMaps.load(maps, model=loaded, tokenizer=tokenizer)
+    found = found if split is None else found.at(split)
+    if text:
+        held_out = windows_of(folder_documents(text), tokenizer, rows + 1, windows)
+    else:
+        held_out = split_texts().held_out(tokenizer, rows + 1, windows)
+    with progress("held-out text, exact and three arms", len(held_out)) as step:
+        figures = compare(loaded, found, held_out, tail, scored, step=step)
+    arms = {arm: each.to_dict() for arm, each in figures.items()}
+    if not as_json:
+        Console().print(arm_table(arms))
+    return {"split": found.split, "tail": tail, "rows": rows, "windows": windows, "arms": arms}
+
+
+@app.command("maps")
+@reporting
+def show_folder(
+    folder: Maps,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """What a folder of maps holds, and how well they predict held-out rows."""
+    result = about_maps(folder)
+    if not as_json:
+        show_maps(result)
+    return result
+
+
+def about_maps(folder: Path) -> dict[str, Any]:
+    """What is known about saved maps, plain values only. Reads and checks every file.
+
+    Raises:
+        MapsError: the folder holds no maps, or damaged ones.
+    """
+    from ridgefill_compile.maps import RidgeMaps
+
+    maps = RidgeMaps.load(folder)
+    parts = [maps.at(split) for split in maps.splits]
+    return {
+        "split": maps.split,
+        "layer_count": maps.layer_count,
+        "width": maps.d_in,
+        "dtype": str(maps.dtype).removeprefix("torch."),
+        "calibration": maps.calibration,
+        "splits": [
+            {
+                "split": part.split,
+                "layers": list(part.layers),
+                "penalty": part.penalty,
+                "rows": part.rows,
+                "held_out": {str(layer): dict(figures) for layer, figures in part.held_out.items()},
+            }
+            for part in parts
+        ],
+    }
+
+
+def show_maps(result: dict[str, Any]) -> None:
+    """Print what is known about maps for people."""
+    console = Console()
+    console.print(f"maps of a model of {result['layer_count']} layers, width {result['width']}, {result['dtype']}")
+    table = Table("split", "layers", "penalty", "rows fitted", "held-out cosine", "of identity")
+    for part in result["splits"]:
+        layers = part["layers"]
+        cosines = [mean_of(part["held_out"], name) for name in ("cosine", "identity_cosine")]
+        table.add_row(
+            f"{part['split']}{' (default)' if part['split'] == result['split'] else ''}",
+            f"{layers[0]} to {layers[-1]}",
+            f"{part['penalty']:g}",
+            f"{part['rows']:.0f}",
+            *("" if cosine is None else f"{cosine:.4f}" for cosine in cosines),
+        )
+    console.print(table)
+
+
+def mean_of(held_out: dict[str, dict[str, float]], name: str) -> float | None:
+    """Mean of a held-out figure over the layers that have it."""
+    values = [figures[name] for figures in held_out.values() if name in figures]
+    return sum(values) / len(values) if values else None
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' own progress bars off the terminal; this command shows its own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,140 @@
+"""The arms of a fill on held-out text: what none, identity and ridge lose against the exact model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgefill_compile.evaluate.intervals import Interval, bootstrap
+from ridgefill_compile.evaluate.measures import TokenScores, score
+from ridgefill_compile.evaluate.texts import Window
+from ridgefill_compile.maps import RidgeMaps
+
+ARMS = ("none", "identity", "ridge")
+SCORED = 256
+"""Tokens scored at the end of a window."""
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """An arm against the exact model over all windows, each figure with its interval over windows.
+
+    Attributes:
+        delta_nll: loss over the exact model's on novel tokens, in nats.
+        delta_nll_all: the same on every scored token.
+        top1_agreement: share of scored tokens where both would pick the same token.
+        kl_mean, kl_median: of `KL(exact || arm)` over scored tokens, in nats.
+        novel, scored: tokens of each sort.
+    """
+
+    delta_nll: Interval
+    delta_nll_all: Interval
+    top1_agreement: Interval
+    kl_mean: Interval
+    kl_median: Interval
+    novel: int
+    scored: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON; an interval is `[value, low, high]`."""
+        return {
+            name: [value.value, value.low, value.high] if isinstance(value, Interval) else value
+            for name, value in vars(self).items()
+        }
+
+
+def arms_of(
+    model: Any, maps: RidgeMaps, tail: int, inner: str = "eager", arms: Sequence[str] = ARMS
+) -> dict[str, Forward]:
+    """Each arm as a function called like the model; compiled when first called.
+
+    Args:
+        model: a transformers model for causal language modelling.
+        maps: their default split is the split of every arm.
+        tail: last rows that run every layer exactly.
+        inner: compiler behind the rewriting. "eager" costs no compile time, and on a CPU runs about as fast.
+        arms: routes wanted.
+    """
+    torch._dynamo.reset()  # many splits and arms in one process would add up to the recompilation limit
+    options: dict[str, Any] = {
+        "maps": maps,
+        "split": maps.split,
+        "tail": tail,
+        "inner": inner,
+        "strict": True,
+    }
+    return {arm: torch.compile(model, backend="ridgefill", options={**options, "route": arm}) for arm in arms}
+
+
+def score_window(
+    model: Forward, arms: Mapping[str, Forward], ids: Tensor, scored: int = SCORED
+) -> dict[str, TokenScores]:
+    """Every arm against the exact model on the last tokens of one window.
+
+    Args:
+        model: the exact model.
+        arms: see `arms_of`.
+        ids: `[1, N+1]` token ids; the first `N` are the prompt.
+        scored: tokens scored, at most the tail of the fill: other rows of a filled prompt have no logits.
+    """
+    exact = last_logits(model, ids[:, :-1], scored)
+    return {arm: score(exact, last_logits(forward, ids[:, :-1], scored), ids[0]) for arm, forward in arms.items()}
+
+
+def last_logits(forward: Forward, ids: Tensor, count: int) -> Tensor:
+    """Logits of the last `count` rows of a prompt, `[count, V]`."""
+    with torch.no_grad():
+        return forward(input_ids=ids, use_cache=True, logits_to_keep=count).logits[0]  # type: ignore[no-any-return]
+
+
+def compare(
+    model: Any,
+    maps: RidgeMaps,
+    windows: Iterable[Window],
+    tail: int,
+    scored: int = SCORED,
+    *,
+    inner: str = "eager",
+    step: Callable[[], None] = lambda: None,
+) -> dict[str, ArmSummary]:
+    """Every arm against the exact model over windows of text.
+
+    Args:
+        model: a transformers model for causal language modelling.
+        maps: their default split is the split of every arm.
+        windows: `[1, N+1]` token ids each; the first `N` are the prompt.
+        tail: last rows that run every layer exactly.
+        scored: tokens scored at the end of each window, at most `tail`.
+        inner: see `arms_of`.
+        step: called after every window.
+    """
+    scores: dict[str, list[TokenScores]] = {arm: [] for arm in ARMS}
+    arms = arms_of(model, maps, tail, inner)
+    for window in windows:
+        for arm, found in score_window(model, arms, window.ids, scored).items():
+            scores[arm].append(found)
+        step()
+    return {arm: summarize(found) for arm, found in scores.items()}
+
+
+def summarize(windows: Iterable[TokenScores]) -> ArmSummary:
+    """One arm's figures from its scores on every window."""
+    scores = list(windows)
+    novel = [each.delta_nll[each.novel].numpy() for each in scores]
+    kl = [each.kl.numpy() for each in scores]
+    return ArmSummary(
+        delta_nll=bootstrap(novel),
+        delta_nll_all=bootstrap([each.delta_nll.numpy() for each in scores]),
+        top1_agreement=bootstrap([each.agree.double().numpy() for each in scores]),
+        kl_mean=bootstrap(kl),
+        kl_median=bootstrap(kl, np.median),
+        novel=sum(map(len, novel)),
+        scored=sum(map(len, kl)),
+    )
