@@ -253,11 +253,16 @@ def einsum(node: Node, rows: Rows) -> Call | None:
         return None
     inputs, result = equation.split("->")
     letter = result[rows.dim]
-    operands = []
+    length = shape(node)[rows.dim]
+    operands: list[Any] = []
     for operand, letters in zip(given["tensors"], inputs.split(","), strict=True):
-        if letters.count(letter) > 1:
+        at = letters.find(letter)
+        if at < 0 or (same(shape(operand)[at], 1) and not same(length, 1)):  # einsum spreads size 1, too
+            operands.append(operand)
+        elif letters.count(letter) == 1 and same(shape(operand)[at], length):
+            operands.append(Need(operand, rows.at(at)))
+        else:
             return None
-        operands.append(Need(operand, rows.at(letters.index(letter))) if letter in letters else operand)
     return rewrite(node, tensors=operands)
 
 
@@ -314,7 +319,10 @@ def same_rows_in(rows: Rows, result: Sequence[IntLike], source: Sequence[IntLike
 
 
 def reshape(node: Node, rows: Rows) -> Call | None:
-    """view, reshape, flatten, unflatten: found by memory order; the narrowed size is left to be inferred."""
+    """view, reshape, flatten: found by memory order; the narrowed size is left to be inferred.
+
+    A view becomes a reshape: the last rows of a value, cut out of the whole, are no longer contiguous.
+    """
     operand = node.args[0]
     assert isinstance(operand, Node)
     source = same_rows_in(rows, shape(node), shape(operand))
@@ -336,7 +344,7 @@ def reshape(node: Node, rows: Rows) -> Call | None:
             sizes[dim] = known
     else:
         sizes[rows.dim] = -1
-    return rewrite(node, self=Need(operand, source), **{name: sizes})
+    return Call(aten.reshape.default, (Need(operand, source), sizes))
 
 
 def expand(node: Node, rows: Rows) -> Call | None:
@@ -367,8 +375,8 @@ def _permute(node: Node, rank: int) -> list[int]:
 
 
 def _transpose(node: Node, rank: int) -> list[int]:
-    order, given = list(range(rank)), arguments(node)
-    a, b = positive(given["dim0"], rank), positive(given["dim1"], rank)
+    order = list(range(rank))
+    a, b = (positive(dim, rank) for dim in list(arguments(node).values())[1:])
     order[a], order[b] = order[b], order[a]
     return order
 
@@ -435,6 +443,8 @@ def cat(node: Node, rows: Rows) -> Call | None:
     last = tensors[-1]
     if len(shape(last)) != len(shape(node)) or not same(rows.blocks, 1) or not at_least(shape(last)[dim], rows.last):
         return None
+    if last.meta["val"].dtype != node.meta["val"].dtype:
+        return None
     return Call(None, (Need(last, rows),))
 
 
@@ -495,12 +505,15 @@ def embedding(node: Node, rows: Rows) -> Call | None:
     return rewrite(node, indices=Need(indices, rows)) if rows.dim < len(shape(indices)) else None
 
 
+MASKS = (torch.bool, torch.uint8)  # indices of these types choose where they are not 0
+
+
 def index(node: Node, rows: Rows) -> Call | None:
     """x[..., i, j, ...] with neighbouring integer indices: theirs are narrowed, or x where the index is a plain `:`."""
     given = arguments(node)
     operand, indices = given["self"], list(given["indices"])
     used = [position for position, i in enumerate(indices) if i is not None]
-    if used != list(range(used[0], used[-1] + 1)) or any(indices[p].meta["val"].dtype == torch.bool for p in used):
+    if used != list(range(used[0], used[-1] + 1)) or any(indices[p].meta["val"].dtype in MASKS for p in used):
         return None
     spread = max(len(shape(indices[p])) for p in used)
     first = used[0]
@@ -529,13 +542,14 @@ def index_select(node: Node, rows: Rows) -> Call | None:
     """Along `dim` the index is narrowed, elsewhere the operand."""
     given = arguments(node)
     if rows.dim == positive(given["dim"], len(shape(node))):
-        return rewrite(node, index=Need(given["index"], rows.at(0)))
+        return rewrite(node, index=Need(given["index"], rows.at(0))) if shape(given["index"]) else None
     return rewrite(node, self=Need(given["self"], rows))
 
 
 def one_hot(node: Node, rows: Rows) -> Call | None:
-    """A new last dimension."""
-    return first_operand(node, rows) if rows.dim < len(shape(node)) - 1 else None
+    """A new last dimension. Without `num_classes` its size would be read off the narrowed entries."""
+    known = arguments(node)["num_classes"] != -1
+    return first_operand(node, rows) if known and rows.dim < len(shape(node)) - 1 else None
 
 
 def _table() -> dict[Any, Rule]:
