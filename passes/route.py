@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from ridgefill_compile.errors import CannotFill
@@ -127,9 +128,9 @@ class _Router:
         stored: torch.Tensor = getattr(self.fill.maps, kind)(layer)
         value = like.meta["val"]
         name = f"ridgefill_{kind}_{layer}"
-        self.tensors[name] = stored.detach().to(device=value.device, dtype=value.dtype)
+        tensor = self.tensors[name] = stored.detach().to(device=value.device, dtype=value.dtype)
         node = self.emit.graph.create_node("get_attr", name)
-        node.meta["val"] = self.emit.mode.from_tensor(self.tensors[name])
+        node.meta["val"] = tensor if isinstance(tensor, FakeTensor) else self.emit.mode.from_tensor(tensor)
         return node
 
 

@@ -110,7 +110,7 @@ def calibrate(
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Fit a model's maps on text. Interrupted, the same command goes on where it stopped."""
-    from ridgefill_compile import calibrate as calibration
+    from ridgefill_compile.calibrate import calibrate as fit_maps
     from ridgefill_compile.evaluate.sources import folder_documents
     from ridgefill_compile.evaluate.texts import split_texts
     from ridgefill_compile.evaluate.trained import load_model
@@ -121,7 +121,7 @@ def calibrate(
         documents: Any = (document.text for document in folder_documents(text))
     else:
         documents = [each.ids for each in split_texts().calibration(tokenizer, window, windows)]
-    maps = calibration.calibrate(
+    maps = fit_maps(
         loaded,
         documents,
         splits=split,

@@ -83,6 +83,13 @@ class GraphReport:
         return {name: value for name, value in vars(self).items() if name not in hidden}
 
 
+NOTHING_COMPILED = (
+    "no graph of this model was compiled with backend 'ridgefill': either it has not run yet, or it ran uncompiled "
+    "(torch.compile(model).generate() runs the uncompiled model; model.compile(backend='ridgefill', ...) is the one "
+    "that model.generate() uses)"
+)
+
+
 @dataclass(frozen=True)
 class Report:
     """All graphs compiled for one model, in the order they were compiled."""
@@ -94,7 +101,7 @@ class Report:
         return {"graphs": [graph.to_dict() for graph in self.graphs]}
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self.graphs)) or "nothing was compiled for this model with backend 'ridgefill'"
+        return "\n".join(_lines(self.graphs)) or NOTHING_COMPILED
 
 
 def _lines(graphs: Iterable[GraphReport]) -> Iterator[str]:

@@ -1,0 +1,256 @@
+"""What the compiler sees in a model: layers, state writes, and the rows each value is computed on. Runs nothing.
+
+The model may lie on the meta device, without weights: it is traced, analysed and rewritten, and never called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+
+from ridgefill_compile.capture import capture
+from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_sizes
+from ridgefill_compile.errors import CannotFill, OptionError, RidgefillError, describe_node
+from ridgefill_compile.fill import blocked_nodes
+from ridgefill_compile.passes.demand import Demands, analyse
+from ridgefill_compile.passes.eliminate import eliminate
+from ridgefill_compile.passes.emit import fake_mode_of
+from ridgefill_compile.passes.locate import Layer, Located, check_late_states, check_wanted_rows, locate
+from ridgefill_compile.passes.route import Fill, route
+from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows
+from ridgefill_compile.passes.rules import aten
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One located layer: where it is, what it is, what it writes, and what a map would predict for it."""
+
+    index: int
+    module: str
+    kind: str
+    late: bool
+    width: int
+    input: str
+    states: list[str]
+
+
+@dataclass(frozen=True)
+class ValueFacts:
+    """One value of a late layer of the filled graph, and the rows it is computed on: "all", "last k" or "none"."""
+
+    name: str
+    op: str
+    module: str
+    shape: list[str]
+    rows: str
+    reads: list[str]
+
+
+@dataclass
+class Inspection:
+    """Result of `inspect_model`; `reason` says why the model would not be filled, or is empty."""
+
+    rows: int
+    tail: int
+    split: int
+    layers: list[LayerFacts] = field(default_factory=list)
+    late_layer: int | None = None
+    values: list[ValueFacts] = field(default_factory=list)
+    multiply_adds_exact: int | None = None
+    multiply_adds_filled: int | None = None
+    ceiling_multiply_adds: float | None = None
+    ceiling_layer_passes: float | None = None
+    blocked: list[str] = field(default_factory=list)
+    reason: str = ""
+    node: str | None = None
+    hint: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON."""
+        return asdict(self)
+
+
+def inspect_model(model: nn.Module, *, rows: int = 4096, tail: int = 512, split: int | None = None) -> Inspection:
+    """Trace a model's prefill of `rows` rows and analyse it, without running it.
+
+    Args:
+        model: a causal decoder, on any device; the meta device will do.
+        rows: prompt rows.
+        tail: exact tail rows, fewer than `rows`.
+        split: first late layer; half of the layers if not given.
+
+    Raises:
+        OptionError: rows, tail or split out of range.
+        RidgefillError: no prefill graph could be traced.
+    """
+    if not 1 <= tail < rows:
+        raise OptionError(f"the tail must be at least 1 row and shorter than the prompt: tail {tail}, rows {rows}")
+    found: list[Inspection] = []
+    parameter = next(model.parameters(), None)
+    device = parameter.device if parameter is not None else torch.device("cpu")
+    compiled = torch.compile(model, backend=_backend(found, rows, tail, split), dynamic=False)
+    with contextlib.ExitStack() as context:
+        context.enter_context(torch.no_grad())
+        context.enter_context(contextlib.suppress(_Seen))
+        if device.type == "meta":  # Dynamo cannot mix constants with meta tensors; with fake ones it can
+            context.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            model.to_empty(device="cpu")
+            device = torch.device("cpu")
+        compiled(torch.ones(1, rows, dtype=torch.int64, device=device), use_cache=True, logits_to_keep=1)
+    if not found:
+        raise RidgefillError("the model was not traced: torch.compile is switched off, or its forward breaks at once")
+    if isinstance(found[0], OptionError):
+        raise found[0]
+    return found[0]
+
+
+class _Seen(Exception):  # noqa: N818 - not an error: it ends the call before the model runs
+    pass
+
+
+def _backend(found: list[Any], rows: int, tail: int, split: int | None) -> Callable[..., Any]:
+    def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        inspection = Inspection(rows=rows, tail=tail, split=-1 if split is None else split)
+        try:
+            _inspect(inspection, module, split)
+        except CannotFill as refusal:
+            inspection.reason, inspection.node, inspection.hint = refusal.reason, refusal.node, refusal.hint
+        except OptionError as error:
+            found.append(error)
+        found.append(inspection)
+
+        def stop(*inputs: Any) -> Any:
+            raise _Seen
+
+        return stop
+
+    return backend
+
+
+def _inspect(inspection: Inspection, module: GraphModule, split: int | None) -> None:
+    captured = capture(module)
+    located = locate(captured.graph)
+    layers = len(located.layers)
+    inspection.split = layers // 2 if split is None else split
+    if not 0 <= inspection.split < layers:
+        raise OptionError(f"the split must lie in 0..{layers - 1}: {layers} layers write states")
+    inspection.layers = [_layer_facts(captured, located, layer, inspection.split) for layer in located.layers]
+    fill = Fill("ridge", inspection.split, inspection.tail, ShapeOnlyMaps(captured, located, inspection.split))
+    check_wanted_rows(captured.graph, located, fill.tail)
+    check_late_states(captured.graph, located, fill.split)
+    routed = route(captured, located, fill)
+    demands = analyse(routed.graph)
+    result = eliminate(routed, demands)
+    inspection.blocked = [describe_node(node) for node in blocked_nodes(routed, demands, located)]
+    sizes = values_of_sizes(captured.graph)
+    exact, filled = (int(multiply_adds(graph).subs(sizes)) for graph in (captured.graph, result.graph))
+    inspection.multiply_adds_exact, inspection.multiply_adds_filled = exact, filled
+    inspection.ceiling_multiply_adds = exact / filled
+    inspection.ceiling_layer_passes = layer_pass_ceiling(fill.split, layers, inspection.rows, fill.tail)
+    inspection.late_layer = min(fill.split + 1, layers - 1)
+    inspection.values = _values(routed, located, inspection.late_layer, demands)
+
+
+class ShapeOnlyMaps:
+    """Maps without numbers, to rewrite a graph that will not run."""
+
+    def __init__(self, module: GraphModule, located: Located, split: int) -> None:
+        self.mode = fake_mode_of(module.graph)
+        self.widths = {layer.index: layer.width for layer in located.layers}
+        self.d_in = located.layers[split].width
+
+    def matrix(self, layer: int) -> Tensor:
+        """[d_out, d_in], a fake tensor."""
+        with self.mode:
+            return torch.empty(self.widths[layer], self.d_in)
+
+    def offset(self, layer: int) -> Tensor:
+        """[d_out], a fake tensor."""
+        with self.mode:
+            return torch.empty(self.widths[layer])
+
+
+def _layer_facts(module: GraphModule, located: Located, layer: Layer, split: int) -> LayerFacts:
+    try:
+        one = Located(located.tokens, located.row_dim, (layer,), located.trunk, located.result, located.others)
+        check_late_states(module.graph, one, 0)
+        kind = _kind(layer)
+    except CannotFill:
+        kind = "mixes rows (recurrent or unknown)"
+    return LayerFacts(
+        index=layer.index,
+        module=module_of(layer.states[0]),
+        kind=kind,
+        late=layer.index >= split,
+        width=layer.width,
+        input=f"{layer.input.name} {_shape(layer.input)}",
+        states=[f"{state.name} {_shape(state)}" for state in layer.states],
+    )
+
+
+def _kind(layer: Layer) -> str:
+    """Attention, by what reads the states, or plainly that each row writes its own."""
+    seen: set[Node] = set()
+    ahead = list(layer.states)
+    while ahead:
+        node = ahead.pop()
+        if node.target is aten.scaled_dot_product_attention.default:
+            return "attention"
+        if node.target is aten.softmax.int:
+            return "attention (spelt out)"
+        for reader in node.users:
+            if reader not in seen and len(seen) < 200:
+                seen.add(reader)
+                ahead.insert(0, reader)
+    return "row by row"
+
+
+def module_of(node: Node) -> str:
+    """Qualified name of the module a node was traced in, without Dynamo's prefix."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    name = str(stack[-1][0]) if stack else ""
+    return name.split("].", 1)[-1] if name.startswith("L[") else name
+
+
+def _values(routed: GraphModule, located: Located, layer: int, demands: Demands) -> list[ValueFacts]:
+    """The values of one late layer that depend on the prompt, in order."""
+    by_name = {node.name: node for node in routed.graph.nodes}
+    first = by_name[located.layers[layer].input.name]
+    later = located.layers[layer + 1].input if layer + 1 < len(located.layers) else located.trunk[-1]
+    last = by_name[later.name]
+    mine = {first}
+    for node in routed.graph.nodes:
+        if first < node <= last and any(operand in mine for operand in node.all_input_nodes):
+            mine.add(node)
+    return [
+        ValueFacts(
+            name=node.name,
+            op=str(node.target).removesuffix(".default"),
+            module=module_of(node),
+            shape=[str(size) for size in node.meta["val"].shape],
+            rows=_rows(demands.on(node)),
+            reads=[operand.name for operand in node.all_input_nodes if operand in mine],
+        )
+        for node in sorted(mine)
+        if isinstance(node.meta.get("val"), Tensor)
+    ]
+
+
+def _rows(demand: Demand) -> str:
+    if demand is NOTHING:
+        return "none"
+    if demand is EVERYTHING:
+        return "all"
+    assert isinstance(demand, Rows)
+    return f"last {demand.last}"
+
+
+def _shape(node: Node) -> str:
+    return f"[{', '.join(str(size) for size in node.meta['val'].shape)}]"
