@@ -33,10 +33,7 @@ class Collector(Protocol):
 
     @property
     def layers(self) -> int:
-        """How many layers were located."""
-
-    def locate(self, input_ids: Tensor) -> object:
-        """Find the layers; `input_ids` `[1, rows]` are an example."""
+        """How many layers the model has; known after the first pass."""
 
     def sums(self, input_ids: Tensor) -> dict[int, RidgeStatistics]:
         """Split -> sums over every `stride`-th row of `input_ids` `[1, rows]`."""
@@ -151,7 +148,6 @@ def calibrate(
             earlier = kept.load(device)
         collector = _make_collector(model, settings, inner, _collector)
         run = _Run(settings, collector, device, meter, kept)
-        run.locate(held[0])
         rows = run.held_out_rows(held)
         sums = run.sum_documents(held, rest, earlier)
         parts = [run.fit(sums.by_split[split], rows) for split in settings.splits]
@@ -164,9 +160,7 @@ def calibrate(
         "held_out_documents": len(held),
         "model": type(model).__name__,
     }
-    return RidgeMaps(
-        parts, layer_count=collector.layers, model=weights, tokenizer=vocabulary, calibration=facts
-    )
+    return RidgeMaps(parts, layer_count=collector.layers, model=weights, tokenizer=vocabulary, calibration=facts)
 
 
 @dataclass
@@ -178,17 +172,6 @@ class _Run:
     device: torch.device
     meter: Meter
     checkpoint: Checkpoint | None
-
-    def locate(self, example: Document) -> None:
-        """Find the layers, and refuse splits that the model does not have, before any long work."""
-        self.collector.locate(self._batch(example.windows(self.settings.window)[0]))
-        deepest = self.collector.layers - 2
-        for split in self.settings.splits:
-            if split > deepest:
-                raise OptionError(
-                    f"split {split} leaves no layer to fit: the model has {self.collector.layers} layers, "
-                    f"so a split can be 0 to {deepest}"
-                )
 
     def sum_documents(
         self, held: Sequence[Document], documents: Iterable[Document], earlier: SumsSoFar | None
@@ -241,6 +224,7 @@ class _Run:
             windows = document.windows(settings.window)
             for at in range(0, len(windows), -(-len(windows) // budget)):
                 found = self.collector.rows(self._batch(windows[at]))
+                self._check_splits()
                 spoilt = [layer for layer, value in found.items() if not value.isfinite().all()]
                 self._refuse_nonfinite(spoilt, document, at * settings.window, len(windows[at]))
                 for layer, value in found.items():
@@ -253,12 +237,19 @@ class _Run:
         watch = partial(self.meter.layers, sums.split)
         return fit_split(sums, rows, self.settings.penalties, self.settings.dtype, watch)
 
+    def _check_splits(self) -> None:
+        deepest = self.collector.layers - 2
+        for split in self.settings.splits:
+            if split > deepest:
+                raise OptionError(
+                    f"split {split} leaves no layer to fit: the model has {self.collector.layers} layers, "
+                    f"so a split can be 0 to {deepest}"
+                )
+
     def _batch(self, ids: Tensor) -> Tensor:
         return ids[None].to(self.device)
 
-    def _refuse_nonfinite(
-        self, spoilt: Sequence[int | None], document: Document, start: int, rows: int
-    ) -> None:
+    def _refuse_nonfinite(self, spoilt: Sequence[int | None], document: Document, start: int, rows: int) -> None:
         layers = [layer for layer in spoilt if layer is not None]
         if layers:
             raise CalibrationError(

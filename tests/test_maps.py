@@ -13,7 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from ridgefill_compile import mapfiles
 from ridgefill_compile.errors import MapsError, RidgefillWarning
 from ridgefill_compile.fingerprint import ModelFingerprint, tokenizer_fingerprint
 from ridgefill_compile.mapfiles import MANIFEST
@@ -153,9 +155,7 @@ class TestRoundTrip:
 
     def test_views_and_transposed_tensors_are_stored(self, tmp_path):
         matrix = torch.randn(6, WIDTH).T
-        maps = RidgeMaps(
-            [SplitMaps(1, {2: matrix.T, 3: matrix.T}, {2: matrix[0], 3: matrix[0]})], layer_count=4
-        )
+        maps = RidgeMaps([SplitMaps(1, {2: matrix.T, 3: matrix.T}, {2: matrix[0], 3: matrix[0]})], layer_count=4)
         maps.save(tmp_path)
         assert_same(RidgeMaps.load(tmp_path), maps)
 
@@ -315,9 +315,7 @@ class TestOtherModels:
 
     @pytest.mark.parametrize("other", [{"width": 12}, {"layers": LAYERS + 1}, {"layers": LAYERS - 1}])
     def test_other_widths_or_layers_are_refused(self, saved, other):
-        with pytest.raises(
-            MapsError, match=f"model of {LAYERS} layers and width {WIDTH}; this ModuleDict has other"
-        ):
+        with pytest.raises(MapsError, match=f"model of {LAYERS} layers and width {WIDTH}; this ModuleDict has other"):
             RidgeMaps.load(saved, model=decoder(**other))
 
 
@@ -351,31 +349,44 @@ class TestInterruptedSave:
         assert outcomes[-1]
 
     @staticmethod
-    def _save_until(
-        maps: RidgeMaps, root: Path, step: int, monkeypatch: pytest.MonkeyPatch, cleans_up: bool
-    ) -> bool:
+    def _save_until(maps: RidgeMaps, root: Path, step: int, monkeypatch: pytest.MonkeyPatch, cleans_up: bool) -> bool:
         """Save, dying at the given step; whether the save came through."""
         left = step
-        dead = False
+
+        def tick() -> None:
+            nonlocal left
+            left -= 1
+            if left == -1 or (left < 0 and not cleans_up):
+                raise Crash
 
         def dying(real: Any) -> Any:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
-                nonlocal left, dead
-                if dead and not cleans_up:
-                    raise Crash
-                left -= 1
-                if left == -1:
-                    dead = True
-                    raise Crash
+                tick()
                 return real(*args, **kwargs)
 
             return wrapped
 
+        def half_writing(real: Any, where: int) -> Any:
+            """A write that can die in the middle, with half of the file there."""
+
+            def wrapped(*args: Any) -> None:
+                path = args[where]
+                tick()
+                real(*args)
+                content = path.read_bytes()
+                path.write_bytes(content[: len(content) // 2])
+                tick()
+                path.write_bytes(content)
+
+            return wrapped
+
         with monkeypatch.context() as patch:
-            for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "chmod"), (Path, "unlink")):
-                if name != "unlink" or not cleans_up:
-                    patch.setattr(owner, name, dying(getattr(owner, name)))
-            patch.setattr("ridgefill_compile.mapfiles.save_file", dying(half_written))
+            for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "chmod")):
+                patch.setattr(owner, name, dying(getattr(owner, name)))
+            if not cleans_up:
+                patch.setattr(Path, "unlink", dying(Path.unlink))
+            patch.setattr(mapfiles, "save_file", half_writing(save_file, 1))
+            patch.setattr(mapfiles, "_write_text", half_writing(mapfiles._write_text, 0))
             try:
                 maps.save(root)
             except Crash:
@@ -389,12 +400,3 @@ class TestInterruptedSave:
                 maps_of().save(tmp_path)
         with pytest.raises(MapsError, match="no maps"):
             RidgeMaps.load(tmp_path)
-
-
-def half_written(tensors: Any, path: Path) -> None:
-    """What `save_file` leaves behind when it dies in the middle is half of its file."""
-    from safetensors.torch import save
-
-    content = save(tensors)
-    path.write_bytes(content[: len(content) // 2])
-    path.write_bytes(content)
