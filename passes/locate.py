@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.demand import analyse
-from ridgefill_compile.passes.rows import EVERYTHING, IntLike, Rows, same
+from ridgefill_compile.passes.rows import EVERYTHING, Demand, IntLike, Rows, same
 from ridgefill_compile.passes.rules import Need, arguments, aten, rule_for, shape
 
 STATE_UPDATES = {
@@ -240,21 +240,26 @@ def check_late_states(graph: Graph, located: Located, split: int) -> None:
     """
     for layer in located.layers[split:]:
         for state in layer.states:
-            if not _row_by_row(graph, state, layer.input, located.row_dim):
-                raise CannotFill(
-                    f"layer {layer.index} has an output that mixes rows: a recurrent state, or something other than "
-                    "a state write (attention weights, router scores)",
-                    state,
-                    "do not ask for such outputs; layers with recurrent states are not filled yet",
-                )
+            found = [_demand_on_input(graph, state, dim, layer.input) for dim in range(len(shape(state)))]
+            if any(isinstance(d, Rows) and d.dim == located.row_dim and same(d.blocks, 1) for d, _ in found):
+                continue
+            blocked = [
+                nodes[0] for dim, (_, nodes) in enumerate(found) if nodes and same(shape(state)[dim], located.rows)
+            ]
+            raise CannotFill(
+                f"layer {layer.index} has an output that is not written row by row: a recurrent state, or something "
+                "other than a state write (attention weights, router scores)",
+                blocked[0] if blocked else state,
+                f"{blocked[0].target} has no row rule"
+                if blocked
+                else "do not ask for such outputs; layers with recurrent states are not filled yet",
+            )
 
 
-def _row_by_row(graph: Graph, state: Node, source: Node, row_dim: int) -> bool:
-    for dim in range(len(shape(state))):
-        demand = analyse(graph, [(state, Rows(dim, 1))], stop=source).on(source)
-        if isinstance(demand, Rows) and demand.dim == row_dim and same(demand.blocks, 1):
-            return True
-    return False
+def _demand_on_input(graph: Graph, state: Node, dim: int, source: Node) -> tuple[Demand, list[Node]]:
+    """What one row of a state write reads of its layer's input, and which ops made that more than it need be."""
+    demands = analyse(graph, [(state, Rows(dim, 1))], stop=source)
+    return demands.on(source), demands.blocked
 
 
 def check_wanted_rows(graph: Graph, located: Located, tail: int) -> None:

@@ -111,7 +111,7 @@ def inspect_model(model: nn.Module, *, rows: int = 4096, tail: int = 512, split:
     return found[0]
 
 
-class _Seen(Exception):  # noqa: N818 - not an error: it ends the call before the model runs
+class _Seen(Exception):  # no error: it ends the call before the model runs
     pass
 
 
