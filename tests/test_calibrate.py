@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from ridgefill_compile import checkpoint as checkpoints
 from ridgefill_compile.calibrate import HELD_OUT_ROWS, calibrate
-from ridgefill_compile.errors import CalibrationError, OptionError
+from ridgefill_compile.errors import CalibrationError, OptionError, RidgefillError
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.ridge import DEFAULT_PENALTIES, RidgeSolver, RidgeStatistics
+from tests import decoders
 from tests.test_fingerprint import Characters
 
 LAYERS, WIDTH, TOKENS, WINDOW, STRIDE = 5, 12, 128, 32, 4
@@ -112,7 +114,7 @@ def documents(count: int = 24, seed: int = 0, start: int = 0) -> list[Tensor]:
     return [torch.randint(0, TOKENS - 1, (length,), generator=generator) for length in lengths][start:]
 
 
-def run(texts: Any = None, model: Decoder | None = None, **options: Any) -> RidgeMaps:
+def run(texts: Any = None, model: nn.Module | None = None, **options: Any) -> RidgeMaps:
     given: dict[str, Any] = {
         "splits": [1],
         "window": WINDOW,
@@ -255,6 +257,38 @@ class TestFit:
         assert HELD_OUT_ROWS // 2 <= taken <= HELD_OUT_ROWS
 
 
+class TestCompiled:
+    """The real collector, on a real decoder; the reference reads the hidden states that transformers returns."""
+
+    def test_fits_what_the_model_computes(self):
+        model = decoders.FILLED["llama"].build()
+        lengths = (40, 64, 150, 96, 30, 64, 71)
+        texts = [decoders.token_ids(rows, seed=rows)[0] for rows in lengths]
+        maps = run(texts, model=model, splits=[1, 0], window=64, dtype="float32", _collector=None)
+        total: list[tuple[Tensor, ...]] = []
+        for ids in texts[1:]:
+            for window in (piece for piece in ids.split(64) if len(piece) >= 16):
+                with torch.no_grad():
+                    states = model(window[None], output_hidden_states=True).hidden_states
+                total.append(tuple(state[0, ::STRIDE] for state in states))
+        rows = dict(enumerate(torch.cat(parts) for parts in zip(*total, strict=True)))
+        del rows[decoders.LAYERS]  # what leaves the last layer
+        assert (maps.split, maps.layers, maps.at(0).layers) == (1, (2, 3), (1, 2, 3))
+        for split in (0, 1):
+            solver = RidgeSolver(RidgeStatistics.from_rows(split, rows[split], late_of(rows, split)))
+            part = maps.at(split)
+            assert part.rows == len(rows[split])
+            for layer in part.layers:
+                matrix, offset = solver.solve(layer, part.penalty)
+                torch.testing.assert_close(part.matrix(layer), matrix.float(), rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(part.offset(layer), offset.float(), rtol=1e-3, atol=1e-4)
+
+    def test_split_that_the_model_does_not_have(self):
+        for split in (3, 4):
+            with pytest.raises(RidgefillError, match=f"split.*{split}"):
+                run(model=decoders.FILLED["llama"].build(), splits=[split], _collector=None)
+
+
 class TestForms:
     def test_texts_batches_and_iterators_give_the_same_maps(self):
         texts = ["".join(chr(int(code)) for code in ids) for ids in documents(12)]
@@ -350,8 +384,12 @@ class TestResume:
 
     def test_finished_sums_need_no_further_pass(self, tmp_path, monkeypatch):
         """A crash while solving costs the solving only."""
+
+        def out_of_memory(*args: Any) -> None:
+            raise MemoryError
+
         with monkeypatch.context() as patch:
-            patch.setattr("ridgefill_compile.calibrate.fit_split", lambda *_: (_ for _ in ()).throw(MemoryError()))
+            patch.setattr(sys.modules[calibrate.__module__], "fit_split", out_of_memory)
             with pytest.raises(MemoryError):
                 run(checkpoint=tmp_path / "c")
 
