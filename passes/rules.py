@@ -139,8 +139,9 @@ def count(rows: Rows) -> int | None:
 
 
 def pointwise(node: Node, rows: Rows) -> Call | None:
-    """Every operand broadcasts against the result."""
-    result = shape(node)
+    """Every operand broadcasts against the result (or each of several)."""
+    value = node.meta["val"]
+    result = (value[0] if isinstance(value, list | tuple) else value).shape
     try:
         args = torch.fx.node.map_aggregate(node.args, lambda a: broadcast(a, rows, result))
         kwargs = {name: broadcast(value, rows, result) for name, value in node.kwargs.items()}
@@ -552,6 +553,11 @@ def one_hot(node: Node, rows: Rows) -> Call | None:
     return first_operand(node, rows) if known and rows.dim < len(shape(node)) - 1 else None
 
 
+def view_as_real(node: Node, rows: Rows) -> Call | None:
+    """A new last dimension of two."""
+    return first_operand(node, rows) if rows.dim < len(shape(node)) - 1 else None
+
+
 def _table() -> dict[Any, Rule]:
     groups: list[tuple[Rule, list[Any]]] = [
         (
@@ -560,6 +566,12 @@ def _table() -> dict[Any, Rule]:
              aten.type_as.default, aten.contiguous.default, aten.clone.default, aten.detach.default,
              aten.alias.default, aten.square.default, aten.zeros_like.default, aten.ones_like.default,
              aten.full_like.default, aten.empty_like.default, aten.nan_to_num.default, aten.bucketize.Tensor],
+        ),
+        (
+            pointwise,  # elementwise in all but the tag
+            [aten.multiply.Tensor, aten.divide.Tensor, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther,
+             aten.masked_fill.Tensor, aten.__and__.Tensor, aten.__or__.Tensor, aten.polar.default,
+             aten.expand_as.default, aten.log_sigmoid.default, aten.hardswish.default],
         ),
         (factory("size"), [aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format,
                            aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
@@ -581,7 +593,7 @@ def _table() -> dict[Any, Rule]:
         (einsum, [aten.einsum.default]),
         (attention, [aten.scaled_dot_product_attention.default]),
         (reshape, [aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints]),
-        (expand, [aten.expand.default]),
+        (expand, [aten.expand.default, aten.broadcast_to.default]),
         (permutation(_permute), [aten.permute.default]),
         (permutation(_transpose), [aten.transpose.int, aten.swapaxes.default]),
         (permutation(_reverse_last_two), [aten.t.default, aten.mT.default]),
@@ -601,6 +613,8 @@ def _table() -> dict[Any, Rule]:
         (gather, [aten.gather.default]),
         (index_select, [aten.index_select.default]),
         (one_hot, [aten.one_hot.default]),
+        (view_as_real, [aten.view_as_real.default]),
+        (first_operand, [aten.view_as_complex.default]),
     ]  # fmt: skip
     return {op: rule for rule, ops in groups for op in ops}
 
