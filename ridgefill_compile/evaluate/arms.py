@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgefill_compile.errors import RidgefillError
 from ridgefill_compile.evaluate.intervals import Interval, bootstrap
 from ridgefill_compile.evaluate.measures import TokenScores, score
 from ridgefill_compile.evaluate.texts import Window
@@ -125,9 +126,15 @@ def compare(
 
 
 def summarize(windows: Iterable[TokenScores]) -> ArmSummary:
-    """One arm's figures from its scores on every window."""
+    """One arm's figures from its scores on every window.
+
+    Raises:
+        RidgefillError: no scored token is novel, as in text that only repeats itself.
+    """
     scores = list(windows)
     novel = [each.delta_nll[each.novel].numpy() for each in scores]
+    if not any(map(len, novel)):
+        raise RidgefillError("no scored token is novel: all text at the windows' ends repeats what came before")
     kl = [each.kl.numpy() for each in scores]
     return ArmSummary(
         delta_nll=bootstrap(novel),

@@ -35,11 +35,6 @@ class Interval:
     low: float | None
     high: float | None
 
-    def __str__(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.value:+.3f}"
-        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
-
 
 def bootstrap(
     windows: Sequence[Array],

@@ -70,6 +70,7 @@ def measure_speed(
     options: Mapping[str, Any],
     *,
     runs: int = 3,
+    exact_backend: str | Callable[..., Any] = "inductor",
     warm_up: Sequence[int] = (),
     step: Callable[[], None] = lambda: None,
 ) -> Speed:
@@ -84,6 +85,7 @@ def measure_speed(
         ids: `[1, N]` prompt.
         options: of the backend; `split` (or maps that have one) and `tail` among them.
         runs: measured runs of each; the first calls, which compile, are not among them.
+        exact_backend: that the exact model is compiled with.
         warm_up: other prompt lengths to run before, in this order. One is enough for dynamic shapes.
         step: called after every run, `calls_of(runs, warm_up)` times in all.
 
@@ -91,18 +93,22 @@ def measure_speed(
         RidgefillError: the prompt was not filled, or the exact model was compiled by this backend.
     """
     torch._dynamo.reset()  # graphs of earlier calls would change which sizes are compiled as dynamic
-    exact = compiled(model)
-    filled = compiled(model, backend="ridgefill", options={**options, "strict": True})
-    first: dict[str, float] = {}
+    models = {
+        "exact": compiled(model, backend=exact_backend),
+        "filled": compiled(model, backend="ridgefill", options={**options, "strict": True}),
+    }
     before = len(report(model).graphs)
+    first: dict[str, float] = {}
+    # Both at each length: what Dynamo compiles as dynamic depends on the lengths seen before, by either model.
     for rows in (*warm_up, ids.shape[1]):
-        for name, each in (("exact", exact), ("filled", filled)):
-            first[name] = seconds(each, ids[:, :rows])
-            step()
-            if name == "exact" and rows == (*warm_up, ids.shape[1])[0] and len(report(model).graphs) != before:
-                raise RidgefillError("the exact model was compiled with the backend it is compared with")
+        first["exact"] = seconds(models["exact"], ids[:, :rows])
+        step()
+        if "filled" not in first and len(report(model).graphs) != before:
+            raise RidgefillError("the exact model was compiled with the backend it is compared with")
+        first["filled"] = seconds(models["filled"], ids[:, :rows])
+        step()
     graph = filled_graph(report(model).graphs[before:])
-    times = interleaved({"exact": exact, "filled": filled}, ids, runs, step)
+    times = interleaved(models, ids, runs, step)
     rows = ids.shape[1]
     assert graph.split is not None
     assert graph.tail is not None

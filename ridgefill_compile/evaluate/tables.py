@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -16,15 +16,24 @@ def arm_table(arms: Mapping[str, Mapping[str, Any]]) -> Table:
     Args:
         arms: arm -> `ArmSummary.to_dict()`.
     """
-    table = Table("arm", "loss over exact (nat)", "95 % interval", "same next token", "KL mean", "KL median")
+    table = Table("arm", "loss over exact (nat)", "same next token (%)", "KL mean", "KL median")
     for arm, figures in arms.items():
-        value, low, high = figures["delta_nll"]
-        table.add_row(
-            LABELS.get(arm, arm),
-            f"{value:.3f}",
-            "" if low is None else f"{low:.3f} to {high:.3f}",
-            f"{100 * figures['top1_agreement'][0]:.1f} %",
-            f"{figures['kl_mean'][0]:.3f}",
-            f"{figures['kl_median'][0]:.4f}",
-        )
+        table.add_row(LABELS.get(arm, arm), *arm_cells(figures))
     return table
+
+
+def arm_cells(figures: Mapping[str, Any]) -> list[str]:
+    """Loss, agreement, mean and median divergence of one arm, each with its interval."""
+    percent = [None if value is None else 100 * value for value in figures["top1_agreement"]]
+    return [
+        interval(figures["delta_nll"]),
+        interval(percent, 1),
+        interval(figures["kl_mean"]),
+        interval(figures["kl_median"], 4),
+    ]
+
+
+def interval(figure: Sequence[float | None], digits: int = 3) -> str:
+    """`value [low, high]`, without the ends where there are none."""
+    value, low, high = (None if each is None else f"{each:.{digits}f}" for each in figure)
+    return f"{value}" if low is None else f"{value} [{low}, {high}]"

@@ -11,8 +11,7 @@ from ridgefill_compile.errors import CalibrationError
 from ridgefill_compile.evaluate import sources
 from ridgefill_compile.evaluate.sources import SHORTEST, Document, Source
 from ridgefill_compile.evaluate.texts import long_prompt, shingles, split_texts, windows_of
-
-WORDS = ["row", "prefix", "tail", "split", "layer", "map", "state", "arm", "value", "write"]
+from tests.evaluate.tiny import WORDS, made_up_sources, made_up_text
 
 
 class WordTokenizer:
@@ -22,16 +21,8 @@ class WordTokenizer:
         return {"input_ids": [WORDS.index(word) if word in WORDS else 10 for word in text.split()]}
 
 
-def prose(seed, length=SHORTEST):
-    generator = random.Random(seed)
-    text = ""
-    while len(text) < length:
-        text += " ".join(generator.choices(WORDS, k=100)) + "\n"
-    return text
-
-
 def made_up(count, kind="prose", prefix=""):
-    return [Source(f"{prefix}{kind}{seed}", kind, partial(prose, f"{kind}{seed}")) for seed in range(count)]
+    return [source for source in made_up_sources(count, prefix) if source.kind == kind]
 
 
 def texts_of(found):
@@ -43,7 +34,8 @@ def texts_of(found):
 def test_the_two_sides_share_no_document_and_no_50_words():
     shared = " ".join(random.Random(7).choices(WORDS, k=60))
     echoing = [
-        Source(f"echo{seed}", "prose", partial(lambda s: prose(s) + shared, f"echo{seed}")) for seed in range(40)
+        Source(f"echo{seed}", "prose", partial(lambda name: made_up_text(name) + shared, f"echo{seed}"))
+        for seed in range(40)
     ]
     texts = split_texts(made_up(30) + made_up(30, "code") + echoing)
     held_out = set().union(*(shingles(document.text) for document in texts.held_out_documents))
@@ -106,7 +98,7 @@ def test_tokens_are_sought_beyond_the_first_characters():
 
 
 def test_sources_are_read_with_care(tmp_path):
-    text = prose(0)
+    text = made_up_text("a")
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.md.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "c.html").write_text("<head><title>no</title></head><p>Tom &amp; row</p>" + text)
@@ -122,7 +114,7 @@ def test_sources_are_read_with_care(tmp_path):
 
 def test_docstrings_and_code_come_from_python_files(tmp_path):
     (tmp_path / "tests").mkdir()
-    body = f'"""{prose(1)}"""\nclass A:\n    def f(self):\n        """{prose(2)}"""\n'
+    body = f'"""{made_up_text("b")}"""\nclass A:\n    def f(self):\n        """{made_up_text("c")}"""\n'
     (tmp_path / "module.py").write_text(body)
     (tmp_path / "tests" / "module.py").write_text(body)
     (tmp_path / "broken.py").write_text(body + "def (")

@@ -1,0 +1,154 @@
+"""Time to first token, compile time and peak memory: exact against filled, on a prompt of real text.
+
+    python bench/prefill.py --rows 4096 --tail 512 --split 15 [--runs 5] [--dynamic] [--dtype bfloat16]
+    [--json]
+
+The exact model is `model.compile()`, the filled one `model.compile(backend="ridgefill", ...)`; both leave a
+cache and return the last row's logits. Runs take turns, and medians are reported. The time does not depend
+on what the maps hold, so unless `--maps` names a folder they are made up: the identity plus a little noise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from ridgefill_compile.evaluate.machine import machine, versions
+from ridgefill_compile.evaluate.progress import progress
+from ridgefill_compile.evaluate.speed import calls_of, compiled, first_token, measure_speed
+from ridgefill_compile.evaluate.texts import long_prompt, split_texts
+from ridgefill_compile.evaluate.trained import load_model
+from ridgefill_compile.maps import RidgeMaps, SplitMaps
+
+ARMS = ("exact", "filled")
+STATUS = Path("/proc/self/status")
+
+
+def prefill(
+    rows: Annotated[int, typer.Option(help="Prompt rows.")] = 4096,
+    tail: Annotated[int, typer.Option(help="Last rows that run every layer.")] = 512,
+    split: Annotated[int, typer.Option(help="First late layer.")] = 15,
+    runs: Annotated[int, typer.Option(help="Timed runs of each model.")] = 5,
+    dynamic: Annotated[bool, typer.Option(help="Time graphs that serve every length, not one.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the weights and the cache.")] = "float32",
+    model: Annotated[str, typer.Option(help="Folder or name of a model; 'demo' is the demo's.")] = "demo",
+    maps: Annotated[Path | None, typer.Option(help="Folder of maps. Default: made up.")] = None,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory too, each model in its own process.")] = True,
+    only: Annotated[
+        str | None, typer.Option(help="Measure the memory of 'exact' or 'filled' here.", hidden=True)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Time to first token of the exact and the filled model, beside the ceilings that arithmetic sets."""
+    with contextlib.redirect_stdout(sys.stderr):
+        loaded, tokenizer = load_model(model, dtype)
+        prompt = long_prompt(split_texts().held_out_in_turn(), tokenizer, rows)
+        known = RidgeMaps.load(maps, model=loaded) if maps else made_up_maps(loaded, split)
+        options = {"maps": known, "split": split, "tail": tail}
+        warm_up = other_lengths(rows, tail) if dynamic else ()
+        if only:
+            result = {only: peak_memory(loaded, prompt, options, warm_up, only)}
+        else:
+            with progress(f"{rows} rows, exact and filled", calls_of(runs, warm_up)) as step:
+                speed = measure_speed(loaded, prompt, options, runs=runs, warm_up=warm_up, step=step)
+            if dynamic and not speed.graph.dynamic:
+                raise RuntimeError(f"the graph was compiled for {speed.graph.rows} rows only")
+            result = speed.to_dict() | {
+                "machine": machine(),
+                "versions": versions(),
+                "dtype": dtype,
+                "dynamic": dynamic,
+                "model": model,
+                "maps": str(maps) if maps else "made up",
+                "peak_memory_bytes": in_processes(sys.argv[1:]) if memory else None,
+            }
+    if as_json or only:
+        typer.echo(json.dumps(result))
+    else:
+        show(result)
+
+
+def other_lengths(rows: int, tail: int) -> tuple[int, ...]:
+    """A shorter prompt that is filled too: the second length is what makes a graph dynamic."""
+    return ((rows + tail) // 2 + tail // 2,)
+
+
+def made_up_maps(model: Any, split: int) -> RidgeMaps:
+    """Maps of the right shapes for a plain decoder: the identity plus a little noise, so that nothing overflows."""
+    width, layers = model.config.hidden_size, model.config.num_hidden_layers
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix() -> torch.Tensor:
+        return (torch.eye(width) + 0.01 * torch.randn(width, width, generator=generator)).bfloat16()
+
+    late = range(split + 1, layers)
+    offsets = {layer: torch.zeros(width, dtype=torch.bfloat16) for layer in late}
+    return RidgeMaps([SplitMaps(split, {layer: matrix() for layer in late}, offsets)], layer_count=layers)
+
+
+def peak_memory(
+    model: Any, prompt: torch.Tensor, options: dict[str, Any], warm_up: tuple[int, ...], which: str
+) -> dict[str, int]:
+    """Bytes this process held at most while answering, and right before, once all is compiled and warm."""
+    how: dict[str, Any] = {"backend": "ridgefill", "options": {**options, "strict": True}}
+    ready = compiled(model, **(how if which == "filled" else {}))
+    for rows in (*warm_up, prompt.shape[1], prompt.shape[1]):
+        first_token(ready, prompt[:, :rows])
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident size so far
+    before = resident("VmRSS")
+    first_token(ready, prompt)
+    return {"before": before, "peak": resident("VmHWM")}
+
+
+def resident(name: str) -> int:
+    """A size of this process in bytes, from the kernel's list."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"the kernel tells no {name}")
+    return 1024 * int(found[1])
+
+
+def in_processes(arguments: list[str]) -> dict[str, Any] | None:
+    """Peak memory of each model in a process of its own; None where the system cannot tell."""
+    if not STATUS.exists():
+        return None
+    found: dict[str, Any] = {}
+    with progress("peak memory, one process each", len(ARMS)) as step:
+        for only in ARMS:
+            command = [sys.executable, __file__, *arguments, "--only", only]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            found |= json.loads(output.stdout.splitlines()[-1])
+            step()
+    return found
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the figures for people."""
+    lines = [
+        f"{result['machine']}; {result['dtype']}, {'dynamic' if result['dynamic'] else 'static'} shapes",
+        f"N {result['rows']}, T {result['tail']}, S {result['split']}, medians of {result['runs']} runs in turn",
+        f"time to first token: exact {result['ttft_exact_s']:.3f} s, filled {result['ttft_filled_s']:.3f} s",
+        f"speed-up {result['speedup']:.3f}x; ceiling by multiply-adds {result['ceiling_multiply_adds']:.3f}x "
+        f"(reached: {100 * result['share_of_ceiling']:.1f} %), by layer passes {result['ceiling_layer_passes']:.3f}x",
+        f"compiling: exact {result['compile_exact_s']:.1f} s, filled {result['compile_filled_s']:.1f} s",
+    ]
+    if result["peak_memory_bytes"]:
+        peaks = [f"{name} {each['peak'] / 2**20:.0f} MiB" for name, each in result["peak_memory_bytes"].items()]
+        lines.append(f"peak memory: {', '.join(peaks)}")
+    Console().print("\n".join(lines), highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(prefill)
