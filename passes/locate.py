@@ -138,7 +138,7 @@ def _locate_from(graph: Graph, source: Node, outputs: list[Node]) -> Located | N
         return None
     result = max(reached)
     above = nx.immediate_dominators(flow, source)
-    trunk = list(_chain(result, above, source))[::-1]
+    trunk = [node for node in _chain(result, above, source) if isinstance(node.meta.get("val"), torch.Tensor)][::-1]
     place = {node: position for position, node in enumerate(trunk)}
     states: dict[Node, list[Node]] = {}
     others = []

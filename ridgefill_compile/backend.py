@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule
 
-from ridgefill_compile.errors import CannotFill, RidgefillError, RidgefillWarning
+from ridgefill_compile.errors import CannotFill, MapsError, OptionError, RidgefillError, RidgefillWarning
 from ridgefill_compile.fill import fill_graph
 from ridgefill_compile.options import Options
 from ridgefill_compile.plan import plan
@@ -49,6 +49,13 @@ def ridgefill(
         return _raise_when_called(error)
 
 
+def _bug(error: Exception) -> CannotFill:
+    return CannotFill(
+        f"a pass failed: {type(error).__name__}: {error}",
+        hint="this is a bug of ridgefill-compile: please report it, with what strict=True raises",
+    )
+
+
 def _raise_when_called(error: RidgefillError) -> Compiled:
     """A function that raises at the user's call: raised here, Dynamo would wrap the error in one of its own."""
 
@@ -73,10 +80,13 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
             graph_report.reason = f"prefix rows are filled from layer {graph_report.split} on"
         else:
             graph_report.reason = decided.reason
-    except CannotFill as refusal:
-        graph_report.reason, graph_report.hint, graph_report.node = refusal.reason, refusal.hint, refusal.node
+    except (OptionError, MapsError):
+        raise
+    except Exception as error:  # whatever goes wrong in a pass, the model can still answer exactly
         if options.strict:
             raise
+        refusal = error if isinstance(error, CannotFill) else _bug(error)
+        graph_report.reason, graph_report.hint, graph_report.node = refusal.reason, refusal.hint, refusal.node
         warnings.warn(f"prompt runs exactly, not filled: {refusal}", RidgefillWarning, stacklevel=2)
     started = time.perf_counter()
     compiled = inner_compiler(options)(lowered, example_inputs)

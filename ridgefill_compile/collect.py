@@ -104,6 +104,8 @@ class StateCollector:
                 failure = error  # raised at the call: raised here, Dynamo would wrap it
 
                 def fail(*inputs: Any) -> Any:
+                    if isinstance(failure, OptionError):
+                        raise failure
                     raise CalibrationError(f"this model cannot be calibrated: {failure}") from failure
 
                 return fail

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from ridgefill_compile.capture import capture
 from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_sizes
-from ridgefill_compile.errors import CannotFill, OptionError, describe_node
+from ridgefill_compile.errors import CannotFill, describe_node
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.demand import Demands, analyse
@@ -69,7 +69,6 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
     Raises:
         CannotFill: the graph is only a part of the model, the maps are of another model, or no layer is late.
         MapsError: the maps hold no such split, or cannot be read.
-        OptionError: the split is not one of the model's layers.
     """
     layers = len(located.layers)
     maps = load_maps(options.maps) if options.maps is not None else None
@@ -84,10 +83,11 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
             located.tokens,
             "remove what breaks the graph (see TORCH_LOGS=graph_breaks)",
         )
-    if split > layers:
-        raise OptionError(f"option 'split' is {split}, and the model has {layers} layers that write states")
-    if split == layers:
-        raise CannotFill(f"split {split} leaves no late layer", hint=f"choose a split below {layers}")
+    if split >= layers:
+        raise CannotFill(
+            f"split {split} leaves no late layer: {layers} layers were found that write states",
+            hint=f"choose a split below {layers}; if the model has more layers, something leads around its residual stream",
+        )
     return Fill(options.route, split, options.tail)
 
 

@@ -305,7 +305,6 @@ REFUSED: dict[str, Architecture] = {
         },
         "attention and recurrence side by side",
     ),
-    "lfm2": Architecture("lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"] * 2}, "convolutions"),
     "mixtral": Architecture("mixtral", {**_GROUPED, "num_local_experts": 4}, "experts"),
     "qwen3_moe": Architecture("qwen3_moe", {**_HEADS, **_EXPERTS}, "experts"),
     "olmoe": Architecture("olmoe", {**_GROUPED, **_EXPERTS}, "experts"),
@@ -373,5 +372,6 @@ EITHER: dict[str, Architecture] = {
         },
         "late layers that write no state",
     ),
+    "lfm2": Architecture("lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"] * 2}, "convolutions"),
     "ctrl": Architecture("ctrl", {"dff": 96}, "the graph breaks"),
 }

@@ -4,11 +4,15 @@ what routing defines. Compared on the results *and every state write*, in fp32.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
+from ridgefill_compile.backend import ridgefill
+from ridgefill_compile.errors import RidgefillWarning
+from ridgefill_compile.report import report
 from tests.decoders import EITHER, FILLED, REFUSED, cache_of, token_ids
 from tests.variants import Variants, worst
 
@@ -37,8 +41,6 @@ def check(variants: Variants, prompts: int) -> None:
 def test_static_and_dynamic_lengths(name: str) -> None:
     variants = Variants()
     calls = [{"input_ids": token_ids(rows), "use_cache": True, "logits_to_keep": 2} for rows in (60, 45, 71)]
-    if name in NO_LOGITS_TO_KEEP:
-        pytest.skip("its forward gives logits of every row")
     variants.run(FILLED[name].build(), *calls)
     check(variants, 3)
     assert variants.compiled == 2  # one static, one for every other length
@@ -63,12 +65,27 @@ def test_continued_cache(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_a_reason(name: str) -> None:
-    pass
+    model = REFUSED[name].build()
+    options = {"route": "identity", "split": 1, "tail": 16, "min_fill": 8, "inner": "eager"}
+    call = {"input_ids": token_ids(60), "use_cache": True, "logits_to_keep": 2}
+    call = {key: value for key, value in call.items() if name != "openai-gpt" or key == "input_ids"}
+    with torch.no_grad():
+        expected = model(**call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RidgefillWarning)
+            found = torch.compile(model, backend=ridgefill, options=options)(**call)
+    graphs = report(model).graphs
+    assert graphs
+    assert not any(graph.filled for graph in graphs)
+    assert all(graph.reason for graph in graphs)
+    torch.testing.assert_close(found["logits"], expected["logits"])
 
 
 @pytest.mark.parametrize("name", EITHER)
 def test_filled_or_refused_but_never_wrong(name: str) -> None:
-    pass
-
-
-NO_LOGITS_TO_KEEP: tuple[str, ...] = ()
+    variants = Variants()
+    variants.run(EITHER[name].build(), {"input_ids": token_ids(60), "use_cache": True, "logits_to_keep": 2})
+    if variants.results:
+        check(variants, 1)
+    else:
+        assert variants.compiled == 0 or variants.refusals

@@ -92,6 +92,8 @@ class Variants:
         captured = capture(module)
         verify(captured, None, "capture")
         located = self.located = locate(captured.graph)
+        if self.split >= len(located.layers):
+            raise CannotFill("no late layer")
         check_wanted_rows(captured.graph, located, self.tail)
         check_late_states(captured.graph, located, self.split)
         self.graphs = {"exact": captured}
