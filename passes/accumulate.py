@@ -3,7 +3,7 @@
     results, ...   ->   results, ..., for each split S and late layer l > S, on every `stride`-th row, in float64:
                         sum x_S [d_in], x_S^T x_S [d_in, d_in], sum x_l [d_out], x_S^T x_l [d_in, d_out]
 
-or, to score maps on held-out text, those rows themselves: x_l [rows / stride, d] of every layer from the first split on.
+or, to score maps on held-out text, those rows themselves: x_l [rows / stride, d] of every layer from the first split.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.demand import has_effect
@@ -114,9 +115,17 @@ class _Router:
             with self.emit.graph.inserting_before(self.split_state.next):
                 self._split_prefix = self.rows(self.split_state, 0, -self.fill.tail)
         if self.fill.route != "ridge":
-            return self._split_prefix
+            return self._on_device_of(value)
         weight, bias = self.tensor(layer, "matrix", value), self.tensor(layer, "offset", value)
-        return self.emit(aten.linear.default, self._split_prefix, weight, bias, like=value)
+        return self.emit(aten.linear.default, self._on_device_of(value), weight, bias, like=value)
+
+    def _on_device_of(self, value: Node) -> Node:
+        """The prefix of the split state where a late layer lives: a model may be spread over devices."""
+        assert self._split_prefix is not None
+        device = value.meta["val"].device
+        if self._split_prefix.meta["val"].device == device:
+            return self._split_prefix
+        return self.emit(aten.to.device, self._split_prefix, device, value.meta["val"].dtype, like=value)
 
     def rows(self, value: Node, start: int, end: int) -> Node:
         """`value[:, start:end]` on the row dimension."""
@@ -126,12 +135,27 @@ class _Router:
         """A map's tensor as an attribute of the module, in the model's dtype and on its device."""
         assert self.fill.maps is not None
         stored: torch.Tensor = getattr(self.fill.maps, kind)(layer)
-        value = like.meta["val"]
         name = f"ridgefill_{kind}_{layer}"
-        tensor = self.tensors[name] = stored.detach().to(device=value.device, dtype=value.dtype)
+        tensor = self.tensors[name] = _placed(stored, like.meta["val"])
         node = self.emit.graph.create_node("get_attr", name)
         node.meta["val"] = tensor if isinstance(tensor, FakeTensor) else self.emit.mode.from_tensor(tensor)
         return node
+
+
+_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # stored tensor -> its copies by device and dtype
+
+
+def _placed(stored: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A map's tensor on a device and in a dtype: one copy, however many graphs are compiled."""
+    copies = _copies.setdefault(stored, {})
+    key = (like.device, like.dtype)
+    if key not in copies:
+        copy = stored.detach().to(device=like.device, dtype=like.dtype)
+        if copy is stored or isinstance(copy, FakeTensor):
+            return copy
+        copies[key] = copy
+    placed: torch.Tensor = copies[key]
+    return placed
 
 
 def _copy(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:

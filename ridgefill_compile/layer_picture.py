@@ -13,7 +13,7 @@ WORK = ("linear", "attention", "addmm", ".mm", "bmm", "matmul", "conv")  # ops t
 
 
 def draw_late_layer(inspection: Inspection, path: str | Path) -> Path:
-    """Write a picture of `inspection.late_layer`: data flows downwards; red on all rows, blue on the tail, grey on none.
+    """Write a picture of `inspection.late_layer`: data flows down; red on all rows, blue on the tail, grey on none.
 
     Args:
         inspection: what `inspect_model` found, with a layer that would be filled.
