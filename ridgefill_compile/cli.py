@@ -1,4 +1,4 @@
-"""The command line: `ridgefill demo | calibrate | eval | maps`.
+"""The command line: `ridgefill demo | calibrate | inspect | eval | maps`.
 
 Results go to stdout, progress and errors to stderr; with `--json` stdout holds one JSON object and nothing
 else.
@@ -176,6 +176,41 @@ def evaluate(
     if not as_json:
         Console().print(arm_table(arms))
     return {"split": found.split, "tail": tail, "rows": rows, "windows": windows, "arms": arms}
+
+
+@app.command("inspect")
+@reporting
+def inspect_(
+    model: Annotated[
+        str, typer.Argument(help="Folder, config.json or name of a model, or 'demo'. No weights are read.")
+    ],
+    rows: Annotated[int, typer.Option(help="Prompt rows.")] = 4096,
+    tail: Annotated[int, typer.Option(help="Last rows that run every layer.")] = 512,
+    split: Annotated[int | None, typer.Option(help="First late layer. Default: half of the layers.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw one late layer into this file.")] = None,
+    as_json: Json = False,
+) -> dict[str, Any]:
+    """What the compiler finds in a model: layers, state writes, and the rows each value would be computed on."""
+    from ridgefill_compile.evaluate.progress import progress
+    from ridgefill_compile.evaluate.tables import inspection_tables
+    from ridgefill_compile.evaluate.trained import model_without_weights
+    from ridgefill_compile.inspection import inspect_model
+    from ridgefill_compile.layer_picture import draw_late_layer
+
+    quiet_libraries()
+    with progress("tracing", 1) as step:
+        found = inspect_model(model_without_weights(model), rows=rows, tail=tail, split=split)
+        step()
+    result = found.to_dict()
+    if picture is not None:
+        result["picture"] = str(draw_late_layer(found, picture))
+    if not as_json:
+        console = Console()
+        for part in inspection_tables(found):
+            console.print(part)
+        if picture is not None:
+            console.print(f"picture: {picture}")
+    return result
 
 
 @app.command("maps")

@@ -86,7 +86,7 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
     if split >= layers:
         raise CannotFill(
             f"split {split} leaves no late layer: {layers} layers were found that write states",
-            hint=f"choose a split below {layers}; if the model has more layers, something leads around its residual stream",
+            hint=f"choose a split below {layers}; if the model has more, something leads around its residual stream",
         )
     return Fill(options.route, split, options.tail)
 

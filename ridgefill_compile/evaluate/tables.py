@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
+
+from ridgefill_compile.inspection import Inspection
 
 LABELS = {"none": "no fill", "identity": "identity", "ridge": "ridge"}
 
@@ -37,3 +41,33 @@ def interval(figure: Sequence[float | None], digits: int = 3) -> str:
     """`value [low, high]`, without the ends where there are none."""
     value, low, high = (None if each is None else f"{each:.{digits}f}" for each in figure)
     return f"{value}" if low is None else f"{value} [{low}, {high}]"
+
+
+def inspection_tables(found: Inspection) -> Iterator[Table | str]:
+    """What `inspect_model` found: layers, the values of one late layer, multiply-adds, and what stands in the way."""
+    layers = Table("layer", "module", "kind", "prefix reads, width", "state writes", title="layers that write states")
+    for layer in found.layers:
+        predicted = "split state" if layer.index == found.split else "layer input" if layer.late else "exact"
+        shapes = Counter(state.split(" ", 1)[1] for state in layer.states)
+        states = ", ".join(f"{count} x {shape}" for shape, count in shapes.items())
+        layers.add_row(str(layer.index), layer.module, layer.kind, f"{predicted}, {layer.width}", escape(states))
+    yield layers
+    if found.values:
+        values = Table("rows", "op", "shape", "module", title=f"values of layer {found.late_layer} when filled")
+        for value in found.values:
+            colour = {"all": "red", "none": "dim"}.get(value.rows, "blue")
+            shape = f"[{', '.join(value.shape)}]"
+            values.add_row(
+                f"[{colour}]{value.rows}[/]", value.op, escape(shape), ".".join(value.module.split(".")[-2:])
+            )
+        yield values
+    if found.multiply_adds_exact and found.multiply_adds_filled:
+        yield (
+            f"split {found.split} of {len(found.layers)}, {found.rows} rows, tail {found.tail}: multiply-adds "
+            f"{found.multiply_adds_exact:.4g} exact, {found.multiply_adds_filled:.4g} filled; ceilings "
+            f"{found.ceiling_multiply_adds:.2f}x by multiply-adds, {found.ceiling_layer_passes:.2f}x by layer passes"
+        )
+    for blocked in found.blocked:
+        yield escape(f"runs on every row, for want of a row rule: {blocked}")
+    if found.reason:
+        yield escape(" | ".join(text for text in (f"not filled: {found.reason}", found.node, found.hint) if text))

@@ -93,6 +93,34 @@ def load_model(name: str, dtype: str = "float32") -> tuple[Any, Any]:
         raise RidgefillError(f"cannot load a model from {name!r}: {str(error).splitlines()[0]}") from error
 
 
+def model_without_weights(name: str) -> Any:
+    """A model on the meta device, from its configuration alone.
+
+    Args:
+        name: "demo" for the demo's model; else a folder, a configuration file, or what `from_pretrained` takes.
+
+    Raises:
+        RidgefillError: no such configuration, or no causal language model has it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if name == "demo":
+        file = gguf_file()
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    else:
+        try:
+            config = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise RidgefillError(f"no configuration of a model at {name!r}: {error}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config).eval()
+    except ValueError as error:
+        raise RidgefillError(f"{name!r} is no causal language model: {error}") from error
+
+
 def convert(file: Path, folder: Path) -> None:
     """Write a GGUF file's weights in float32, its configuration and tokenizer as a transformers folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
