@@ -79,8 +79,8 @@ def prefill(
 
 
 def other_lengths(rows: int, tail: int) -> tuple[int, ...]:
-    """A shorter prompt that is filled too: the second length is what makes a graph dynamic."""
-    return ((rows + tail) // 2 + tail // 2,)
+    """One shorter prompt, with half of the prefix: the second length is what makes a graph dynamic."""
+    return ((rows + tail) // 2,)
 
 
 def made_up_maps(model: Any, split: int) -> RidgeMaps:

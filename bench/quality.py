@@ -18,14 +18,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from ridgefill_compile.demo import demo_maps
 from ridgefill_compile.evaluate.arms import ARMS, arms_of, score_window, summarize
 from ridgefill_compile.evaluate.machine import machine, versions
 from ridgefill_compile.evaluate.measures import TokenScores
 from ridgefill_compile.evaluate.progress import progress
-from ridgefill_compile.evaluate.tables import LABELS, arm_cells
+from ridgefill_compile.evaluate.tables import LABELS, arm_cells, figure_table
 from ridgefill_compile.evaluate.texts import Window, split_texts
 from ridgefill_compile.evaluate.trained import NAME, cache_folder, load_trained
 from ridgefill_compile.maps import RidgeMaps
@@ -119,7 +118,7 @@ def score_split(
 
 def show(result: dict[str, Any]) -> None:
     """Print the figures for people."""
-    table = Table("split", "arm", "loss over exact (nat)", "same next token (%)", "KL mean", "KL median")
+    table = figure_table("split", "arm")
     for split, arms in result["splits"].items():
         for arm, figures in arms.items():
             table.add_row(split, LABELS[arm], *arm_cells(figures))

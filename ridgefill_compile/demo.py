@@ -52,7 +52,7 @@ class DemoSettings:
     held_out_windows: int = 8
     held_out_rows: int = 1536
     scored: int = 256
-    question_rows: int = 1536
+    question_rows: int = 2048
     new_tokens: int = 32
 
     def __post_init__(self) -> None:
@@ -220,4 +220,9 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"\n[bold]{asked['question']}[/bold] ({where})", highlight=False)
         console.print(f"  exact:  {asked['exact']}", markup=False, highlight=False)
         console.print(f"  filled: {asked['filled']}", markup=False, highlight=False)
+    console.print(
+        "The second question hangs on one sentence in the filled prefix, which is what a fill loses first;\n"
+        "the exact rows of the tail, and a deeper split, keep more of it.",
+        style="dim",
+    )
     console.print(f"\npicture: {result['picture']}; {result['total_s']:.0f} s in all", highlight=False)

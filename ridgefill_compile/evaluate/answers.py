@@ -10,8 +10,8 @@ from torch import Tensor
 
 MARK = "\x00"
 GIST = "What is the text above about? Answer in one sentence."
-FACT = "The password of the guest account is bluebird."
-FACT_QUESTION = "What is the password of the guest account?"
+FACT = "Note: the access code of the archive room is 4829173."
+FACT_QUESTION = "What is the access code of the archive room?"
 
 
 @dataclass(frozen=True)

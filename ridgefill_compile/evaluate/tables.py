@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,27 +21,33 @@ def arm_table(arms: Mapping[str, Mapping[str, Any]]) -> Table:
     Args:
         arms: arm -> `ArmSummary.to_dict()`.
     """
-    table = Table("arm", "loss over exact (nat)", "same next token (%)", "KL mean", "KL median")
+    table = figure_table("arm")
     for arm, figures in arms.items():
         table.add_row(LABELS.get(arm, arm), *arm_cells(figures))
     return table
 
 
+def figure_table(*keys: str) -> Table:
+    """An empty table: columns that say whose figures a row holds, then those of `arm_cells`."""
+    figures = ("loss over exact (nat)", "same token (%)", "KL mean", "KL median")
+    return Table(*keys, *figures, box=box.SIMPLE_HEAD)
+
+
 def arm_cells(figures: Mapping[str, Any]) -> list[str]:
-    """Loss, agreement, mean and median divergence of one arm, each with its interval."""
+    """Loss and agreement of one arm with their intervals, mean and median divergence without, to fit a line."""
     percent = [None if value is None else 100 * value for value in figures["top1_agreement"]]
     return [
         interval(figures["delta_nll"]),
         interval(percent, 1),
-        interval(figures["kl_mean"]),
-        interval(figures["kl_median"], 4),
+        interval(figures["kl_mean"][:1]),
+        interval(figures["kl_median"][:1], 4),
     ]
 
 
 def interval(figure: Sequence[float | None], digits: int = 3) -> str:
     """`value [low, high]`, without the ends where there are none."""
-    value, low, high = (None if each is None else f"{each:.{digits}f}" for each in figure)
-    return f"{value}" if low is None else f"{value} [{low}, {high}]"
+    value, *ends = (f"{each:.{digits}f}" for each in figure if each is not None)
+    return f"{value} [{', '.join(ends)}]" if ends else value
 
 
 def inspection_tables(found: Inspection) -> Iterator[Table | str]:

@@ -15,13 +15,13 @@ def test_a_prompt_is_exactly_as_long_as_asked():
         words = tokenizer.decode(question.ids[0])
         assert words.startswith("user ")
         assert words.endswith("assistant")
-        assert ("is bluebird" in words) is (fact is not None)
+        assert ("is 4829173" in words) is (fact is not None)
 
 
 def test_the_fact_lies_in_the_first_half():
     tokenizer = tiny_tokenizer()
     question = about(tokenizer, "a", made_up_text("a"), FACT_QUESTION, 200, FACT)
-    place = question.ids[0].tolist().index(tokenizer.convert_tokens_to_ids("bluebird"))
+    place = question.ids[0].tolist().index(tokenizer.convert_tokens_to_ids("4829173"))
     assert 50 < place < 100
 
 
@@ -34,6 +34,8 @@ def test_an_answer_is_what_the_model_generates():
     model, tokenizer = tiny_model(), tiny_tokenizer()
     question = about(tokenizer, "a", made_up_text("a"), FACT_QUESTION, 60)
     said = answer(model, tokenizer, question, 3)
-    with torch.no_grad():
-        first = model(question.ids).logits[0, -1].argmax()
-    assert said.split()[:1] == tokenizer.decode([first], skip_special_tokens=True).split()
+    ids = question.ids
+    for _ in range(3):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    assert said == tokenizer.decode(ids[0, -3:], skip_special_tokens=True).strip()

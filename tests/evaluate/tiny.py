@@ -16,7 +16,7 @@ from ridgefill_compile.maps import RidgeMaps, SplitMaps
 
 LAYERS, WIDTH = 4, 32
 WORDS = ["row", "prefix", "tail", "split", "layer", "map", "state", "arm", "value", "write"]
-EXTRA = "What is the text above about ? Answer in one sentence . The password of guest account bluebird user assistant"
+EXTRA = "What is the text above about ? access code of archive room Note : 4829173 . user assistant"
 TEMPLATE = (
     "{% for message in messages %}user {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %} assistant {% endif %}"

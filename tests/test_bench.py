@@ -1,0 +1,81 @@
+"""The parts of the benches that are not timing."""
+
+import pytest
+import torch
+
+from bench import prefill, quality
+from ridgefill_compile.evaluate.measures import TokenScores
+from ridgefill_compile.evaluate.texts import Window
+from tests.evaluate.tiny import LAYERS, WIDTH, tiny_maps, tiny_model
+
+
+def test_made_up_maps_fit_the_model_and_are_near_the_identity():
+    maps = prefill.made_up_maps(tiny_model(), 1)
+    assert maps.layers == tuple(range(2, LAYERS))
+    assert maps.matrix(2).shape == (WIDTH, WIDTH)
+    assert float((maps.matrix(2).float() - torch.eye(WIDTH)).abs().max()) < 0.1
+
+
+def test_the_other_length_is_filled_too():
+    (other,) = prefill.other_lengths(4096, 512)
+    assert 512 < other < 4096
+
+
+def test_peak_memory_is_at_least_what_was_held_before():
+    found = prefill.peak_memory(
+        tiny_model(),
+        torch.randint(0, 64, (1, 96)),
+        {"maps": tiny_maps(), "tail": 16, "min_fill": 8, "inner": "eager"},
+        (),
+        "filled",
+    )
+    assert 0 < found["before"] <= found["peak"]
+
+
+def test_scores_are_kept_for_what_they_depend_on(monkeypatch, tmp_path):
+    monkeypatch.setenv("RIDGEFILL_CACHE", str(tmp_path))
+    windows = [Window("a", "prose", torch.arange(9)[None])]
+    kept = quality.Kept(tiny_maps(), windows, 16, 8, "digest")
+    assert kept.get(2, 0) is None
+    scores = TokenScores(
+        novel=torch.ones(3, dtype=torch.bool), delta_nll=torch.rand(3), kl=torch.rand(3), agree=torch.ones(3).bool()
+    )
+    kept.put(2, 0, {"ridge": scores})
+    again = quality.Kept(tiny_maps(), windows, 16, 8, "digest").get(2, 0)
+    assert again is not None
+    assert torch.equal(again["ridge"].delta_nll, scores.delta_nll)
+    others = [
+        quality.Kept(tiny_maps(scale=0.1), windows, 16, 8, "digest"),
+        quality.Kept(tiny_maps(), windows, 17, 8, "digest"),
+        quality.Kept(tiny_maps(), [Window("a", "prose", torch.arange(8)[None])], 16, 8, "digest"),
+    ]
+    assert [other.get(2, 0) for other in others] == [None] * 3
+
+
+@pytest.mark.parametrize("bench", [prefill.show, quality.show])
+def test_results_are_shown(bench, capsys):
+    arm = {name: [0.1, 0.0, 0.2] for name in ("delta_nll", "top1_agreement", "kl_mean", "kl_median")}
+    figures = {
+        "machine": "a machine",
+        "dtype": "float32",
+        "dynamic": False,
+        "rows": 4096,
+        "tail": 512,
+        "split": 15,
+        "runs": 5,
+        "ttft_exact_s": 10.0,
+        "ttft_filled_s": 6.0,
+        "speedup": 1.667,
+        "ceiling_multiply_adds": 1.7,
+        "ceiling_layer_passes": 1.8,
+        "share_of_ceiling": 0.98,
+        "compile_exact_s": 45.0,
+        "compile_filled_s": 50.0,
+        "peak_memory_bytes": {"exact": {"peak": 2**30}, "filled": {"peak": 2**30}},
+        "model": "tiny",
+        "windows": ["a"],
+        "splits": {"15": {"ridge": {**arm, "novel": 3, "scored": 4}}},
+    }
+    bench(figures)
+    shown = capsys.readouterr().out
+    assert "1.667x" in shown or "0.100 [0.000, 0.200]" in shown
