@@ -30,7 +30,7 @@ def arm_table(arms: Mapping[str, Mapping[str, Any]]) -> Table:
 def figure_table(*keys: str) -> Table:
     """An empty table: columns that say whose figures a row holds, then those of `arm_cells`."""
     figures = ("loss over exact (nat)", "same token (%)", "KL mean", "KL median")
-    return Table(*keys, *figures, box=box.SIMPLE_HEAD)
+    return Table(*keys, *figures, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
 def arm_cells(figures: Mapping[str, Any]) -> list[str]:
