@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -44,7 +46,9 @@ class Emitter:
         args = map_arg(node.args, lambda n: n.meta["val"])
         kwargs = map_arg(node.kwargs, lambda n: n.meta["val"])
         target: Any = node.target
-        with self.mode, torch.no_grad():
+        # Some shape functions take symbolic sizes only under Python's dispatcher, which is slow to start.
+        symbolic = self.mode.shape_env is not None and bool(self.mode.shape_env.var_to_range)
+        with self.mode, enable_python_dispatcher() if symbolic else nullcontext(), torch.no_grad():
             return target(*args, **kwargs)
 
     def know(self, node: Node) -> None:
