@@ -13,10 +13,11 @@ import torch
 from ridgefill_compile.backend import ridgefill
 from ridgefill_compile.errors import RidgefillWarning
 from ridgefill_compile.report import report
-from tests.decoders import EITHER, FILLED, REFUSED, cache_of, token_ids
+from tests.decoders import CORE, EITHER, FILLED, REFUSED, cache_of, token_ids
 from tests.variants import Variants, worst
 
 TOLERANCE = 1e-4  # fp32 rounding of these models is up to 2e-5
+CORE_FIRST = [pytest.param(name, marks=() if name in CORE else pytest.mark.heavy) for name in FILLED]
 
 
 def padded(rows: int) -> dict[str, Any]:
@@ -46,14 +47,14 @@ def test_static_and_dynamic_lengths(name: str) -> None:
     assert variants.compiled == 2  # one static, one for every other length
 
 
-@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("name", CORE_FIRST)
 def test_batch_with_left_padding(name: str) -> None:
     variants = Variants()
     variants.run(FILLED[name].build(), {**padded(50), "use_cache": True, "logits_to_keep": 2})
     check(variants, 1)
 
 
-@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("name", CORE_FIRST)
 def test_continued_cache(name: str) -> None:
     model = FILLED[name].build()
     with torch.no_grad():
@@ -66,7 +67,7 @@ def test_continued_cache(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_a_reason(name: str) -> None:
     model = REFUSED[name].build()
-    options = {"route": "identity", "split": 1, "tail": 16, "min_fill": 8, "inner": "eager"}
+    options: dict[str, Any] = {"route": "identity", "split": 1, "tail": 16, "min_fill": 8, "inner": "eager"}
     call = {"input_ids": token_ids(60), "use_cache": True, "logits_to_keep": 2}
     call = {key: value for key, value in call.items() if name != "openai-gpt" or key == "input_ids"}
     with torch.no_grad():

@@ -62,7 +62,7 @@ class Variants:
         }
     )
     graphs: dict[str, GraphModule] = field(default_factory=dict)
-    results: list[dict[str, Sequence[Tensor]]] = field(default_factory=list)
+    results: list[Mapping[str, Sequence[Tensor]]] = field(default_factory=list)
     refusals: list[CannotFill] = field(default_factory=list)
     located: Located | None = None
     compiled: int = 0
@@ -82,7 +82,7 @@ class Variants:
                 name: [x.clone() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) else x for x in inputs]
                 for name in graphs
             }
-            found = {name: _written(graph, graph(*copies[name]), copies[name]) for name, graph in graphs.items()}
+            found = {name: _written(graph(*copies[name]), copies[name]) for name, graph in graphs.items()}
             self.results.append(found)
             return module.forward(*inputs)
 
@@ -105,7 +105,7 @@ class Variants:
             verify(self.graphs[name], routed, "eliminate")
         return self.graphs
 
-    def run(self, model: nn.Module, *calls: Mapping[str, Any]) -> list[dict[str, Sequence[Tensor]]]:
+    def run(self, model: nn.Module, *calls: Mapping[str, Any]) -> list[Mapping[str, Sequence[Tensor]]]:
         """Call the model, compiled once for all calls, under `no_grad`."""
         torch._dynamo.reset()
         compiled = torch.compile(model, backend=self)
@@ -115,7 +115,7 @@ class Variants:
         return self.results
 
 
-def _written(graph: GraphModule, results: Sequence[Tensor], inputs: Sequence[Any]) -> list[Tensor]:
+def _written(results: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
     """A graph's results and, behind them, its tensor inputs as it leaves them: static caches are written in place."""
     tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
     return [*(r for r in results if isinstance(r, Tensor)), *tensors]
