@@ -51,7 +51,7 @@ def quality(
             held_out = texts.held_out(tokenizer, rows + 1, windows)
         maps = demo_maps(model, tokenizer, digest, fitted, *splits)
         kept = Kept(maps, held_out, tail, scored, digest)
-        arms = {each: score_split(model, maps.at(each), held_out, tail, scored, kept) for each in splits}
+        scores = score_splits(model, [maps.at(each) for each in splits], held_out, tail, scored, kept)
         result = {
             "model": NAME,
             "machine": machine(),
@@ -62,7 +62,7 @@ def quality(
             "windows": [window.name for window in held_out],
             "calibration_windows": calibration_windows,
             "penalty": {str(each): maps.at(each).penalty for each in splits},
-            "splits": {str(each): found for each, found in arms.items()},
+            "splits": {str(each): {arm: summarize(scores[each, arm]).to_dict() for arm in ARMS} for each in splits},
         }
     if as_json:
         typer.echo(json.dumps(result))
@@ -98,22 +98,26 @@ class Kept:
         file.with_suffix(".part").rename(file)
 
 
-def score_split(
-    model: Any, maps: RidgeMaps, windows: Sequence[Window], tail: int, scored: int, kept: Kept
-) -> dict[str, Any]:
-    """Every arm's figures at one split."""
-    scores: dict[str, list[TokenScores]] = {arm: [] for arm in ARMS}
-    arms = arms_of(model, maps, tail)
-    with progress(f"split {maps.split}: exact and three arms", len(windows)) as step:
+def score_splits(
+    model: Any, maps: Sequence[RidgeMaps], windows: Sequence[Window], tail: int, scored: int, kept: Kept
+) -> dict[tuple[int, str], list[TokenScores]]:
+    """Scores of every arm at every split on every window; the exact model runs once a window."""
+    arms = {(each.split, arm): forward for each in maps for arm, forward in arms_of(model, each, tail).items()}
+    scores: dict[tuple[int, str], list[TokenScores]] = {key: [] for key in arms}
+    limit = torch._dynamo.config.patch(recompile_limit=len(arms) + 8)  # each arm compiles the model once
+    with limit, progress(f"exact and {len(arms)} arms", len(windows)) as step:
         for number, window in enumerate(windows):
-            found = kept.get(maps.split, number)
-            if found is None:
-                found = score_window(model, arms, window.ids, scored)
-                kept.put(maps.split, number, found)
-            for arm in ARMS:
-                scores[arm].append(found[arm])
+            found = {each.split: kept.get(each.split, number) for each in maps}
+            missing = {key: forward for key, forward in arms.items() if found[key[0]] is None}
+            fresh = score_window(model, missing, window.ids, scored) if missing else {}
+            for split, stored in found.items():
+                of_split = stored or {arm: fresh[split, arm] for arm in ARMS}
+                if not stored:
+                    kept.put(split, number, of_split)
+                for arm in ARMS:
+                    scores[split, arm].append(of_split[arm])
             step()
-    return {arm: summarize(each).to_dict() for arm, each in scores.items()}
+    return scores
 
 
 def show(result: dict[str, Any]) -> None:

@@ -169,11 +169,11 @@ def ask(model: Any, tokenizer: Any, options: dict[str, Any], texts: Texts, setti
     The first is about the text as a whole. The second is about one sentence in the filled prefix: the hard
     case, and it is shown whatever comes out.
     """
-    document = next(texts.held_out_in_turn())
+    window = texts.held_out(tokenizer, settings.question_rows, 1)[0]
+    text = tokenizer.decode(window.ids[0], skip_special_tokens=True)
     build = [(answers.GIST, None), (answers.FACT_QUESTION, answers.FACT)]
     questions = [
-        answers.about(tokenizer, document.name, document.text, question, settings.question_rows, fact)
-        for question, fact in build
+        answers.about(tokenizer, window.name, text, question, settings.question_rows, fact) for question, fact in build
     ]
     torch._dynamo.reset()
     before = len(report(model).graphs)

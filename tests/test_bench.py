@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench import prefill, quality
+from ridgefill_compile.evaluate.arms import score_window
 from ridgefill_compile.evaluate.measures import TokenScores
 from ridgefill_compile.evaluate.texts import Window
 from tests.evaluate.tiny import LAYERS, WIDTH, tiny_maps, tiny_model
@@ -50,6 +51,28 @@ def test_scores_are_kept_for_what_they_depend_on(monkeypatch, tmp_path):
         quality.Kept(tiny_maps(), [Window("a", "prose", torch.arange(8)[None])], 16, 8, "digest"),
     ]
     assert [other.get(2, 0) for other in others] == [None] * 3
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    monkeypatch.setenv("RIDGEFILL_CACHE", str(tmp_path))
+    model, maps = tiny_model(), [tiny_maps(1), tiny_maps(2)]
+    windows = [Window(str(n), "prose", torch.randint(0, 64, (1, 321))) for n in range(2)]
+    scored = []
+
+    def counted(model, arms, ids, count):
+        scored.append({split for split, _ in arms})
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        return score_window(model, arms, ids, count)
+
+    monkeypatch.setattr(quality, "score_window", counted)
+    kept = quality.Kept(maps[0], windows, 32, 16, "digest")
+    with pytest.raises(KeyboardInterrupt):
+        quality.score_splits(model, maps, windows, 32, 16, kept)
+    scores = quality.score_splits(model, maps, windows, 32, 16, kept)
+    assert scored == [{1, 2}] * 3
+    assert scores.keys() == {(split, arm) for split in (1, 2) for arm in ("none", "identity", "ridge")}
+    assert all(len(each) == 2 for each in scores.values())
 
 
 @pytest.mark.parametrize("bench", [prefill.show, quality.show])

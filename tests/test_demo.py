@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -69,6 +71,19 @@ def test_it_is_shown_with_every_figure(result):
     assert f"{result['delta_nll']['ridge']:.3f}" in shown
     for asked in result["questions"]:
         assert asked["question"] in shown
+
+
+@pytest.mark.heavy
+def test_the_demo_on_the_real_model(tmp_path):
+    command = ["-m", "ridgefill_compile.cli", "demo", "--json", "--picture", str(tmp_path / "demo.png")]
+    output = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
+    result = json.loads(output)
+    assert result.keys() >= PROMISED
+    loss = result["delta_nll"]
+    assert loss["ridge"] < loss["identity"] < loss["none"]
+    assert loss["ridge"] < 0.32  # twice an independent implementation's
+    assert 1.3 < result["speedup"] < 1.1 * result["ceiling_layer_passes"]
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(

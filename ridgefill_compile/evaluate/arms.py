@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,14 +13,17 @@ from torch import Tensor
 from ridgefill_compile.errors import RidgefillError
 from ridgefill_compile.evaluate.intervals import Interval, bootstrap
 from ridgefill_compile.evaluate.measures import TokenScores, score
+from ridgefill_compile.evaluate.speed import filled_graph
 from ridgefill_compile.evaluate.texts import Window
 from ridgefill_compile.maps import RidgeMaps
+from ridgefill_compile.report import report
 
 ARMS = ("none", "identity", "ridge")
 SCORED = 256
 """Tokens scored at the end of a window."""
 
 Forward = Callable[..., Any]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -62,21 +65,32 @@ def arms_of(
         tail: last rows that run every layer exactly.
         inner: compiler behind the rewriting. "eager" costs no compile time, and on a CPU runs about as fast.
         arms: routes wanted.
+
+    The functions raise `RidgefillError` where a prompt was not filled, and say why.
     """
     torch._dynamo.reset()  # many splits and arms in one process would add up to the recompilation limit
-    options: dict[str, Any] = {
-        "maps": maps,
-        "split": maps.split,
-        "tail": tail,
-        "inner": inner,
-        "strict": True,
-    }
-    return {arm: torch.compile(model, backend="ridgefill", options={**options, "route": arm}) for arm in arms}
+    options = {"maps": maps, "split": maps.split, "tail": tail, "inner": inner, "strict": True}
+    return {arm: filling(model, {**options, "route": arm}) for arm in arms}
 
 
-def score_window(
-    model: Forward, arms: Mapping[str, Forward], ids: Tensor, scored: int = SCORED
-) -> dict[str, TokenScores]:
+def filling(model: Any, options: Mapping[str, Any]) -> Forward:
+    """The model compiled with the backend, as a function that raises where a prompt was not filled.
+
+    Otherwise a prompt that is too short to fill would be scored as a fill that loses nothing.
+    """
+    compiled: Any = torch.compile(model, backend="ridgefill", options=dict(options))
+
+    def forward(**inputs: Any) -> Any:
+        before = len(report(model).graphs)
+        output = compiled(**inputs)
+        if new := report(model).graphs[before:]:
+            filled_graph(new)
+        return output
+
+    return forward
+
+
+def score_window(model: Forward, arms: Mapping[K, Forward], ids: Tensor, scored: int = SCORED) -> dict[K, TokenScores]:
     """Every arm against the exact model on the last tokens of one window.
 
     Args:

@@ -39,6 +39,11 @@ def test_the_oracle_loses_nothing():
     assert bool(scores.agree.all())
 
 
+def test_a_prompt_that_is_not_filled_is_not_scored():
+    with pytest.raises(RidgefillError, match="not filled"):
+        compare(tiny_model(), tiny_maps(), windows(1), ROWS, SCORED)
+
+
 def test_ridge_with_identity_maps_is_the_identity_arm():
     late = range(3, LAYERS)
     same = RidgeMaps(
