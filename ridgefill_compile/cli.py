@@ -86,7 +86,6 @@ def demo(
         held_out_windows=held_out_windows,
         held_out_rows=held_out_rows,
     )
-    quiet_libraries()
     result = run_demo(settings, picture)
     if not as_json:
         show(result, Console())
@@ -115,7 +114,6 @@ def calibrate(
     from ridgefill_compile.evaluate.texts import split_texts
     from ridgefill_compile.evaluate.trained import load_model
 
-    quiet_libraries()
     loaded, tokenizer = load_model(model, model_dtype)
     if text:
         documents: Any = (document.text for document in folder_documents(text))
@@ -162,7 +160,6 @@ def evaluate(
     from ridgefill_compile.evaluate.trained import load_model
     from ridgefill_compile.maps import RidgeMaps
 
-    quiet_libraries()
     loaded, tokenizer = load_model(model, model_dtype)
     found = RidgeMaps.load(maps, model=loaded, tokenizer=tokenizer)
     found = found if split is None else found.at(split)
@@ -197,7 +194,6 @@ def inspect_(
     from ridgefill_compile.inspection import inspect_model
     from ridgefill_compile.layer_picture import draw_late_layer
 
-    quiet_libraries()
     with progress("tracing", 1) as step:
         found = inspect_model(model_without_weights(model), rows=rows, tail=tail, split=split)
         step()
@@ -277,14 +273,6 @@ def mean_of(held_out: dict[str, dict[str, float]], name: str) -> float | None:
     """Mean of a held-out figure over the layers that have it."""
     values = [figures[name] for figures in held_out.values() if name in figures]
     return sum(values) / len(values) if values else None
-
-
-def quiet_libraries() -> None:
-    """Keep transformers' own progress bars off the terminal; this command shows its own."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 if __name__ == "__main__":

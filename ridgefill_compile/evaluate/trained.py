@@ -11,7 +11,8 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def load_trained(dtype: torch.dtype = torch.float32) -> tuple[Any, Any, str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = gguf_file()
-    with progress(f"loading {NAME}"):
+    with quiet_loading(), progress(f"loading {NAME}"):
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         folder = kept(cache_folder() / f"{NAME}-{digest}", lambda target: convert(file, target))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
@@ -86,7 +87,7 @@ def load_model(name: str, dtype: str = "float32") -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        with progress(f"loading {name}"):
+        with quiet_loading(), progress(f"loading {name}"):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=chosen)
             return model.eval(), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -119,6 +120,20 @@ def model_without_weights(name: str) -> Any:
             return AutoModelForCausalLM.from_config(config).eval()
     except ValueError as error:
         raise RidgefillError(f"{name!r} is no causal language model: {error}") from error
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without transformers' own progress bars, which would break into ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def convert(file: Path, folder: Path) -> None:
