@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from ridgefill_compile.calibrate import calibrate
 from ridgefill_compile.errors import OptionError
@@ -102,12 +103,11 @@ def demo_maps(model: Any, tokenizer: Any, digest: str, windows: Sequence[Window]
     for window in windows:
         key.update(window.ids.numpy().tobytes())
     folder = cache_folder() / f"maps-{key.hexdigest()[:16]}"
-    if not folder.exists():
+    if not (folder / "manifest.json").exists():  # written last
         ids = [window.ids for window in windows]
-        rows = ids[0].shape[1]
-        calibrate(model, ids, splits=splits, tokenizer=tokenizer, window=rows, checkpoint=f"{folder}.unfinished").save(
-            folder
-        )
+        unfinished = f"{folder}.unfinished"
+        maps = calibrate(model, ids, splits=splits, tokenizer=tokenizer, window=ids[0].shape[1], checkpoint=unfinished)
+        maps.save(folder)
     return RidgeMaps.load(folder, model=model, tokenizer=tokenizer)
 
 
@@ -138,12 +138,8 @@ def demonstrate(
     with progress(f"first token of {settings.rows} rows, exact and filled", calls_of(settings.runs)) as step:
         timed = {**options, "inner": inner}
         result |= measure_speed(model, prompt, timed, runs=settings.runs, step=step).to_dict()
-    result |= quality(
-        model,
-        maps,
-        texts.held_out(tokenizer, settings.held_out_rows + 1, settings.held_out_windows),
-        settings,
-    )
+    windows = texts.held_out(tokenizer, settings.held_out_rows + 1, settings.held_out_windows)
+    result |= quality(model, maps, windows, settings)
     return result | ask(model, tokenizer, options, texts, settings)
 
 
@@ -217,12 +213,11 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(arm_table(result["arms"]))
     for asked in result["questions"]:
         where = f"{asked['text']}, with a sentence put into it" if asked["fact"] else asked["text"]
-        console.print(f"\n[bold]{asked['question']}[/bold] ({where})", highlight=False)
+        console.print(f"\n[bold]{asked['question']}[/bold] ({escape(where)})", highlight=False)
         console.print(f"  exact:  {asked['exact']}", markup=False, highlight=False)
         console.print(f"  filled: {asked['filled']}", markup=False, highlight=False)
     console.print(
-        "The second question hangs on one sentence in the filled prefix, which is what a fill loses first;\n"
-        "the exact rows of the tail, and a deeper split, keep more of it.",
+        "\nThe second question hangs on one sentence in the filled prefix, which is what a fill loses first.",
         style="dim",
     )
     console.print(f"\npicture: {result['picture']}; {result['total_s']:.0f} s in all", highlight=False)
