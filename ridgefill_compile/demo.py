@@ -37,9 +37,8 @@ class DemoSettings:
         runs: timed runs of each model.
         calibration_windows, calibration_rows: text the maps are fitted on, a quarter of it or at most five
             windows only for choosing the penalty. More windows lower the loss a little.
-        held_out_windows, held_out_rows: text the arms are compared on. Fewer and shorter than the timed
-        prompt,
-            since four arms run on each; `bench/quality.py` takes more and longer ones.
+        held_out_windows, held_out_rows: text the arms are compared on. Fewer and shorter than the timed prompt, since
+            four arms run on each; `bench/quality.py` takes more and longer ones.
         scored: tokens scored at the end of each.
         question_rows, new_tokens: length of the prompts of the questions, and of their answers.
     """
