@@ -1,0 +1,279 @@
+"""The anatomy that graph theory finds is the model's own: layer inputs as forward hooks see them, and cached states."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional
+
+from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.passes.emit import copy_module
+from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
+from ridgefill_compile.passes.rows import same
+from ridgefill_compile.passes.rules import shape
+from ridgefill_compile.passes.verify import results_of
+from tests.decoders import FILLED, LAYERS, REFUSED, states_of, token_ids
+from tests.passes.graphs import aten, traced, traced_decoder
+
+B, N, KEPT = 2, 40, 3
+
+
+def decoder(name: str) -> nn.Module:
+    return FILLED[name].build()
+
+
+def keeps(model: nn.Module, rows: int = KEPT) -> dict[str, Any]:
+    """The argument that asks for the last rows' logits, of models that have it."""
+    known = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": rows} if known else {}
+
+
+def computed(module: GraphModule, located: Located, inputs: list[Any]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Values of every layer's input and of every layer's states."""
+    nodes = [layer.input for layer in located.layers] + [s for layer in located.layers for s in layer.states]
+    probe = copy_module(module)
+    copies = dict(zip(module.graph.nodes, probe.graph.nodes, strict=True))
+    probe.graph.output_node().args = (tuple(copies[node] for node in nodes),)
+    probe.recompile()
+    values = iter(probe(*inputs))
+    return [next(values) for _ in located.layers], [[next(values) for _ in layer.states] for layer in located.layers]
+
+
+def truth(model: nn.Module, ids: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Every block's input by forward hooks, and the states that were cached."""
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == LAYERS)
+    found: list[Tensor] = []
+
+    def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(args[0] if args else kwargs["hidden_states"])
+
+    handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in blocks]
+    with torch.no_grad():
+        states = states_of(model(ids, use_cache=True))
+    for handle in handles:
+        handle.remove()
+    return found, states
+
+
+def is_cached(state: Tensor, cached: list[Tensor]) -> bool:
+    """Whether a written state is one of these, or ends with it where a sliding layer keeps its last rows only."""
+    return any(
+        state.dim() == c.dim()
+        and state.shape[:-2] == c.shape[:-2]
+        and state.shape[-2] >= c.shape[-2]
+        and torch.allclose(state[..., -c.shape[-2] :, :], c, atol=1e-5)
+        for c in cached
+    )
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_layers_are_the_models_own(name: str) -> None:
+    model, ids = decoder(name), token_ids(N, batch=B)
+    module, inputs = traced_decoder(model, ids, **keeps(model))
+    located = locate(module.graph)
+    assert [layer.index for layer in located.layers] == list(range(LAYERS))
+    assert located.row_dim == 1
+    assert located.rows == N
+    assert not located.others
+    found, written = computed(module, located, inputs)
+    blocks, states = truth(model, ids)
+    for index, (value, block) in enumerate(zip(found, blocks, strict=True)):
+        torch.testing.assert_close(value, block, atol=1e-5, rtol=1e-5)
+        assert located.layers[index].width == block.shape[-1]
+        cached = [states[f"{index}.keys"], states[f"{index}.values"]]
+        assert len(written[index]) == 2
+        assert all(is_cached(state, cached) for state in written[index])
+    for split in range(LAYERS):
+        check_late_states(module.graph, located, split)
+    if keeps(model):
+        check_wanted_rows(module.graph, located, KEPT)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "opt_post"])
+def test_layers_at_any_length_and_batch(name: str) -> None:
+    model = decoder(name)
+    module, inputs = traced_decoder(model, token_ids(43, batch=3), dynamic=True, **keeps(model))
+    located = locate(module.graph)
+    assert (len(located.layers), located.row_dim) == (LAYERS, 1)
+    assert all(same(shape(layer.input)[1], located.rows) for layer in located.layers)
+    assert not isinstance(located.rows, int)
+    for split in range(LAYERS):
+        check_late_states(module.graph, located, split)
+    ids = token_ids(37, batch=B)
+    found, _ = computed(module, located, [B, 37, ids, *inputs[3:]])
+    for value, block in zip(found, truth(model, ids)[0], strict=True):
+        torch.testing.assert_close(value, block, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 64), (2, 32), (4, 16), (4, 4), (1, 96)])
+def test_rows_that_collide_with_sizes(batch: int, rows: int) -> None:
+    """As many rows as the width (64), heads (4), their size (16), the MLP (96); batch times rows likewise."""
+    model = decoder("gpt2")
+    module, _ = traced_decoder(model, token_ids(rows, batch=batch), **keeps(model, 1))
+    located = locate(module.graph)
+    assert (len(located.layers), located.row_dim) == (LAYERS, 1)
+    for split in range(1, LAYERS):
+        check_late_states(module.graph, located, split)
+
+
+# ---------------------------------------------------------------- what is wanted of the results
+
+
+@functools.cache
+def wanting(**call: Any) -> tuple[GraphModule, Located]:
+    name = "llama_eager" if "output_attentions" in call else "llama"
+    module, _ = traced_decoder(decoder(name), token_ids(N), **call)
+    return module, locate(module.graph)
+
+
+def test_logits_of_at_most_the_tail() -> None:
+    module, located = wanting(logits_to_keep=KEPT)
+    assert located.result is results_of(module)[0]
+    check_wanted_rows(module.graph, located, KEPT)
+    check_wanted_rows(module.graph, located, 16)
+    with pytest.raises(CannotFill, match="more rows than the tail") as refusal:
+        check_wanted_rows(module.graph, located, KEPT - 1)
+    assert "logits_to_keep" in str(refusal.value.hint)
+
+
+@pytest.mark.parametrize("call", [{}, {"logits_to_keep": N}, {"logits_to_keep": KEPT, "output_hidden_states": True}])
+def test_logits_or_hidden_states_of_every_row_are_refused(call: dict[str, Any]) -> None:
+    module, located = wanting(**call)
+    assert len(located.layers) == LAYERS
+    with pytest.raises(CannotFill, match="more rows than the tail"):
+        check_wanted_rows(module.graph, located, 16)
+
+
+def test_a_loss_is_refused() -> None:
+    module, _ = traced_decoder(decoder("llama"), token_ids(N), labels=token_ids(N))
+    located = locate(module.graph)
+    with pytest.raises(CannotFill, match="a loss"):
+        check_wanted_rows(module.graph, located, 16)
+
+
+def test_attention_weights_are_refused() -> None:
+    module, located = wanting(logits_to_keep=KEPT, output_attentions=True)
+    with pytest.raises(CannotFill, match="attention weights"):
+        check_late_states(module.graph, located, 1)
+
+
+def test_without_a_cache_there_are_no_layers() -> None:
+    module, _ = traced_decoder(decoder("llama"), token_ids(N), use_cache=False, logits_to_keep=KEPT)
+    with pytest.raises(CannotFill, match="no layers were found") as refusal:
+        locate(module.graph)
+    assert "use_cache" in str(refusal.value.hint)
+
+
+@pytest.mark.parametrize(("name", "split"), [("mamba2", 0), ("bamba", 2), ("falcon_h1", 3), ("jamba", 2)])
+def test_recurrent_layers_are_refused(name: str, split: int) -> None:
+    """From the first late layer with a recurrent state on. (That every refused model answers exactly, with a reason, is
+    tested on the backend.)
+    """
+    model = REFUSED[name].build()
+    module, _ = traced_decoder(model, token_ids(N), **keeps(model))
+    located = locate(module.graph)
+    assert len(located.layers) == LAYERS
+    with pytest.raises(CannotFill, match=f"layer {split} has an output that is not written row by row"):
+        check_late_states(module.graph, located, split)
+    if split == 2:
+        check_late_states(module.graph, located, 3)  # the last layer is attention
+
+
+# ---------------------------------------------------------------- anatomies by hand
+
+W = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+X = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(1))
+
+
+def attend(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (functional.linear(x, part) for part in w)
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True), k, v
+
+
+def plain(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    h, k0, v0 = attend(functional.rms_norm(x, [4]), w)
+    x = x + h
+    h, k1, v1 = attend(functional.rms_norm(x, [4]), w)
+    return (x + h)[:, -1:], k0, v0, k1, v1
+
+
+def test_embeddings_as_input() -> None:
+    module = traced(plain, X, W)
+    located = locate(module.graph)
+    assert located.tokens is next(iter(module.graph.nodes))
+    assert [len(layer.states) for layer in located.layers] == [2, 2]
+    assert located.layers[0].input is located.tokens
+    assert located.layers[1].input.target is aten.add.Tensor
+    check_late_states(module.graph, located, 0)
+    check_wanted_rows(module.graph, located, 1)
+
+
+def test_sum_over_rows_is_no_state() -> None:
+    def sums(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        h, k, v = attend(x.sin(), w)
+        v = v.cumsum(1)
+        return (x + h)[:, -1:], k, v
+
+    module = traced(sums, X, W)
+    located = locate(module.graph)
+    with pytest.raises(CannotFill, match="not written row by row"):
+        check_late_states(module.graph, located, 0)
+
+
+def test_state_shifted_by_a_row_is_refused() -> None:
+    """Row i of the state would be row i - 1 of the input, and the last prefix row's would be exact."""
+
+    def shifted(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        h, k, v = attend(x.sin(), w)
+        v = torch.cat([torch.zeros(1, 1, 4), v[:, :-1]], 1)
+        return (x + h)[:, -1:], k, v
+
+    module = traced(shifted, X, W)
+    located = locate(module.graph)
+    with pytest.raises(CannotFill, match="not written row by row"):
+        check_late_states(module.graph, located, 0)
+
+
+def test_two_streams_meet_late() -> None:
+    """No value between the layers holds all that passes, so there is one place to predict, before the first of them."""
+
+    def streams(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        left, right = x.sin(), x.cos()
+        h, k0, v0 = attend(left, w)
+        right = right + h
+        h, k1, v1 = attend(right, w)
+        left = left + h
+        return (left * right)[:, -1:], k0, v0, k1, v1
+
+    located = locate(traced(streams, X, W).graph)
+    assert [layer.input for layer in located.layers] == [located.tokens]
+
+
+def test_static_cache_writes_are_states() -> None:
+    """What is written, rather than the buffer it goes into."""
+
+    def static(x: Tensor, w: Tensor, cache: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        q, k, _ = (functional.linear(x.sin(), part) for part in w)
+        cache.index_copy_(1, at, k)
+        return ((x + functional.scaled_dot_product_attention(q, cache, cache))[:, -1:],)
+
+    module = traced(static, X, W, torch.zeros(1, 9, 4), torch.arange(6))
+    located = locate(module.graph)
+    (layer,) = located.layers
+    assert [state.target for state in layer.states] == [aten.linear.default]
+    check_late_states(module.graph, located, 0)
+
+
+def test_nothing_changes() -> None:
+    module = traced(plain, X, W)
+    text = module.print_readable(print_output=False)
+    located = locate(module.graph)
+    check_late_states(module.graph, located, 0)
+    check_wanted_rows(module.graph, located, 1)
+    assert module.print_readable(print_output=False) == text
