@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgefill_compile.errors import OptionError
+from ridgefill_compile.maps import RidgeMaps
 
 ROUTES = ("exact", "none", "identity", "ridge", "oracle")
 INNER_COMPILERS = ("inductor", "eager", "aot_eager")
@@ -87,6 +88,10 @@ class Options:
         for name in ("mode", "dump"):
             if not isinstance(getattr(self, name), str | None):
                 raise OptionError(f"option {name!r} must be text, not {getattr(self, name)!r}")
+        if not isinstance(self.maps, str | os.PathLike | RidgeMaps | None):
+            raise OptionError(f"option 'maps' must be a directory or RidgeMaps, not {self.maps!r}")
+        if self.mode is not None:
+            _one_of("mode", self.mode, _modes())
         if self.mode is not None and self.inner != "inductor":
             raise OptionError(f"option 'mode' is Inductor's; it cannot go with inner={self.inner!r}")
         if self.route == "ridge" and self.maps is None:
@@ -96,6 +101,12 @@ class Options:
             )
         if self.route in ("none", "identity", "oracle") and self.split is None and self.maps is None:
             raise OptionError(f"route {self.route!r} needs a split: pass options={{'split': first_late_layer}}")
+
+
+def _modes() -> tuple[str, ...]:
+    from torch._inductor import list_mode_options  # slow to import
+
+    return tuple(list_mode_options())
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
