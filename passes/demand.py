@@ -16,8 +16,18 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, covers, join
-from ridgefill_compile.passes.rules import Call, CausalTail, Need, arguments, aten, reaches_the_end, rule_for
+from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, at_least, at_most, covers, join
+from ridgefill_compile.passes.rules import (
+    Call,
+    CausalTail,
+    Need,
+    arguments,
+    aten,
+    reaches_the_end,
+    rewrite,
+    rule_for,
+    shape,
+)
 
 
 @dataclass
@@ -93,7 +103,7 @@ def _operands(node: Node, demand: Demand, demands: Demands) -> Iterator[tuple[No
         demands.of[node] = EVERYTHING
     suffix = whole_suffix(node)
     if suffix is not None:
-        yield suffix.node, suffix.rows
+        yield from _needs(suffix)
         return
     for operand in node.all_input_nodes:
         yield operand, EVERYTHING
@@ -118,14 +128,24 @@ def _needs(call: Call) -> Iterator[tuple[Node, Demand]]:
     return iter(found)
 
 
-def whole_suffix(node: Node) -> Need | None:
-    """`x[a:]`, read whole, reads only the last rows of x, if their number is a plain one."""
+def whole_suffix(node: Node) -> Call | None:
+    """`x[a:]`, read whole, reads only the last rows of x, if their number is a plain one or known to be at most that.
+
+    `x[-k:]` with `1 <= k <= T` becomes `x[-T:][-k:]`: a `logits_to_keep` that changes from call to call is symbolic.
+    """
     if node.target is not aten.slice.Tensor:
         return None
     given = arguments(node)
     value = node.meta["val"]
     dim = given["dim"] % value.dim()
     length = value.shape[dim]
-    if given["step"] != 1 or not isinstance(length, int) or length == 0 or not reaches_the_end(node):
+    last = at_most(length)
+    if given["step"] != 1 or last is None or last == 0 or not reaches_the_end(node):
         return None
-    return Need(given["self"], Rows(dim, length))
+    need = Need(given["self"], Rows(dim, last))
+    if isinstance(length, int):
+        return Call(None, (need,))
+    start = given["start"].meta["val"] if isinstance(given["start"], Node) else given["start"]
+    if start is None or not at_least(-1, start) or not at_least(shape(given["self"])[dim], last):
+        return None  # counted from the front, it would start elsewhere in the last rows
+    return rewrite(node, self=need)

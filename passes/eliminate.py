@@ -62,7 +62,7 @@ class _Writer:
         """Copy one node, narrowed if only some of its rows are read, or leave it out if none are."""
         if node not in self.demands.of and node not in self.inputs:
             return
-        call = self.demands.calls.get(node)
+        call = self.demands.calls.get(node) or whole_suffix(node)
         if call is not None and call.target is None:
             need = call.args[0]
             self.new[node] = self.fetch(need.node, need.rows)
@@ -72,8 +72,6 @@ class _Writer:
             self._narrow_shared_result(node, call)
             for tail in (a for a in (*call.args, *call.kwargs.values()) if isinstance(a, CausalTail)):
                 self.new[node].meta[CAUSAL_TAIL] = (shape(tail.query)[-2], tail.last)
-        elif (suffix := whole_suffix(node)) is not None:
-            self.new[node] = self.fetch(suffix.node, suffix.rows)
         else:
             self.new[node] = self.graph.node_copy(node, lambda n: self.fetch(n, EVERYTHING))
             if node.op == "placeholder":

@@ -268,6 +268,10 @@ def check_wanted_rows(graph: Graph, located: Located, tail: int) -> None:
     Raises:
         CannotFill: naming the output and how to ask for less.
     """
+    for node in located.trunk:
+        length = shape(node)[located.row_dim] if len(shape(node)) > located.row_dim else 1
+        if node.target is aten.slice.Tensor and isinstance(length, torch.SymInt):
+            bool(length <= tail)  # one guard: from here on it is known that no more (or more) rows are wanted
     last = located.layers[-1].input
     ends = [node for node in located.trunk if same_shape(node, last)]
     for output in (located.result, *located.others):

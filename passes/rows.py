@@ -66,6 +66,14 @@ def at_least(left: IntLike, right: IntLike) -> bool:
     return bool(statically_known_true(left >= right))
 
 
+def at_most(size: IntLike) -> int | None:
+    """A plain number that `size` is known not to exceed, if there is one. Adds no guard."""
+    if isinstance(size, int):
+        return size
+    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(upper) if upper.is_Integer else None
+
+
 def join(left: Demand, right: Demand) -> Demand:
     """The least demand that covers both. Rows on two different dimensions have no common form but EVERYTHING."""
     if left is NOTHING:

@@ -19,6 +19,8 @@ from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.passes.functionalize import functionalize
 
+ARGUMENT = "ridgefill_argument"  # meta key of an input: Dynamo's name for it, which tells the model's argument
+
 
 def capture(module: GraphModule) -> GraphModule:
     """Functional ATen graph of a Dynamo graph: same inputs, same outputs, fake values in `meta["val"]`.
@@ -41,7 +43,7 @@ def capture(module: GraphModule) -> GraphModule:
     with mode, preserve_node_meta(), torch.no_grad():
         traced = make_fx(run, pre_dispatch=True)(*values)
     for new, old in zip(inputs_of(traced.graph), inputs, strict=True):
-        new.meta = {**old.meta, **new.meta}
+        new.meta = {**old.meta, **new.meta, ARGUMENT: old.name}
     for node in traced.graph.nodes:  # make_fx records constants in a fake mode of its own
         if node.op == "get_attr":
             node.meta["val"] = mode.from_tensor(getattr(traced, node.target))

@@ -50,7 +50,7 @@ def describe_node(node: object) -> str:
     stack = list((meta.get("nn_module_stack") or {}).values())
     if stack:
         text += f" in {stack[-1][0]}"
-    trace = (meta.get("stack_trace") or "").strip().splitlines()
+    trace = [line.strip() for line in (meta.get("stack_trace") or "").splitlines() if line.strip(" ^~")]
     if trace:
-        text += f" ({trace[-1].strip()})"
+        text += f" ({trace[-1]})"
     return text

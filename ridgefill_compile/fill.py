@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 
-from ridgefill_compile.capture import capture
+from ridgefill_compile.capture import ARGUMENT, capture
 from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_sizes
 from ridgefill_compile.errors import CannotFill, describe_node
 from ridgefill_compile.maps import RidgeMaps
@@ -77,7 +77,7 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
         maps = maps.at(split)
         check_maps(maps, located, options, [x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
         return Fill("ridge", split, options.tail, maps)
-    if located.tokens.op == "placeholder" and "inputs_embeds" not in located.tokens.name:
+    if located.tokens.op == "placeholder" and "inputs_embeds" not in located.tokens.meta.get(ARGUMENT, ""):
         raise CannotFill(
             "the graph begins in the middle of the model, so its layers cannot be numbered",
             located.tokens,
