@@ -49,7 +49,7 @@ class DemoSettings:
     runs: int = 3
     calibration_windows: int = 20
     calibration_rows: int = 2048
-    held_out_windows: int = 8
+    held_out_windows: int = 6
     held_out_rows: int = 1536
     scored: int = 256
     question_rows: int = 2048
