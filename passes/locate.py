@@ -12,7 +12,8 @@ it. State writes that leave at one value belong to one layer, and that value is 
 writes depends on the tokens through it alone, so predicting it predicts them. It stands before the layer's own norm
 (the norm's result is no dominator: the residual passes around it), which is what the maps are fitted to.
 
-An output *on* the trunk is not a state: it is a hidden state or logits that somebody wants.
+An output *on* the trunk is not a state: it is a hidden state or logits that somebody wants. Nor is one that leaves
+where no other row looks back, such as a router's scores between attention and MLP: a state is there for later rows.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Located:
         layers: in order.
         trunk: values that every path from tokens to result passes, in order.
         result: the last token-dependent output: logits, or hidden states of a headless model.
-        others: further outputs that lie on the trunk: hidden states somebody asked for.
+        others: further outputs that are no states: hidden states, router scores, ... that somebody asked for.
     """
 
     tokens: Node
@@ -152,8 +153,25 @@ def _locate_from(graph: Graph, source: Node, outputs: list[Node]) -> Located | N
     row_dim = _row_dim(roots[0], source) if roots else None
     if row_dim is None:
         return None
-    layers = tuple(Layer(i, root, tuple(states[root])) for i, root in enumerate(roots))
+    inputs = [root for root, end in zip(roots, _ends(roots, trunk), strict=True) if _mixes(graph, root, end, row_dim)]
+    others += [state for root in roots if root not in inputs for state in states[root]]
+    if not inputs:
+        return None
+    layers = tuple(Layer(i, root, tuple(states[root])) for i, root in enumerate(inputs))
     return Located(source, row_dim, layers, tuple(trunk), result, tuple(o for o in others if o is not result))
+
+
+def _ends(roots: list[Node], trunk: list[Node]) -> list[Node]:
+    """For each value that outputs leave the trunk at, the trunk value up to which they were of use."""
+    alike = [node for node in trunk if same_shape(node, roots[-1])]
+    return [*roots[1:], alike[-1] if alike[-1] is not roots[-1] else trunk[-1]]
+
+
+def _mixes(graph: Graph, root: Node, end: Node, row_dim: int) -> bool:
+    """Whether a row of `end` reads other rows of `root`. If not, what leaves the trunk at `root` is no state."""
+    wanted = Rows(row_dim, 1) if len(shape(end)) > row_dim else EVERYTHING
+    demand = analyse(graph, [(end, wanted)], stop=root).on(root)
+    return not (isinstance(demand, Rows) and demand.dim == row_dim and demand.last == 1)
 
 
 def _chain(node: Node, above: dict[Node, Node], source: Node) -> Iterator[Node]:
