@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill, MapsError, OptionError, RidgefillError, RidgefillWarning
-from ridgefill_compile.fill import fill_graph
+from ridgefill_compile.fill import fill_graph, other_weights
 from ridgefill_compile.options import Options
 from ridgefill_compile.plan import plan
 from ridgefill_compile.report import GraphReport, remember
@@ -91,7 +92,46 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
     started = time.perf_counter()
     compiled = inner_compiler(options)(lowered, example_inputs)
     graph_report.inner_seconds = time.perf_counter() - started
-    return compiled
+    return for_each_model(compiled, module, example_inputs, options, graph_report) if graph_report.filled else compiled
+
+
+def for_each_model(
+    compiled: Compiled, module: GraphModule, example_inputs: Sequence[Any], options: Options, graph_report: GraphReport
+) -> Compiled:
+    """The compiled graph, which Dynamo also calls for other models of the same code, sizes and options.
+
+    Weights are inputs of the graph. When others arrive, the maps are held against them, once: a model that the maps
+    are not of runs the graph as it was handed over.
+    """
+    places = [place for place, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)]
+    if not places:
+        return compiled
+    fits: WeakIdKeyDictionary = WeakIdKeyDictionary({example_inputs[places[0]]: True})
+
+    def run(*inputs: Any) -> Any:
+        first = inputs[places[0]]
+        if first not in fits:
+            parameters = [inputs[place] for place in places]
+            refusal = other_weights(options, parameters)
+            if refusal is not None and options.strict:
+                raise refusal
+            fits[first] = refusal is None
+            remember(parameters, graph_report if refusal is None else _exactly(graph_report, refusal))
+        return compiled(*inputs) if fits[first] else module.forward(*inputs)
+
+    return run
+
+
+def _exactly(graph_report: GraphReport, refusal: CannotFill) -> GraphReport:
+    """The report of a graph that another model's was compiled for, and the user's warning."""
+    warnings.warn(f"prompt runs exactly, not filled: {refusal}", RidgefillWarning, stacklevel=3)
+    return GraphReport(
+        reason=refusal.reason,
+        hint=refusal.hint,
+        route=graph_report.route,
+        rows=graph_report.rows,
+        dynamic=graph_report.dynamic,
+    )
 
 
 def inner_compiler(options: Options) -> Callable[[GraphModule, Sequence[Any]], Compiled]:

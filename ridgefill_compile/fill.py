@@ -114,11 +114,21 @@ def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: 
                 located.layers[layer].input,
                 "calibrate maps for this model",
             )
-    if options.check_weights and maps.matches(parameters) != "same":
-        raise CannotFill(
-            "the maps were calibrated on other weights",
-            hint="calibrate maps for this model, or pass check_weights=False to fill a close relative with them",
-        )
+    refusal = other_weights(options, parameters)
+    if refusal is not None:
+        raise refusal
+
+
+def other_weights(options: Options, parameters: list[torch.Tensor]) -> CannotFill | None:
+    """What to say of a model that the maps of a ridge route were not calibrated on; None of one that they were."""
+    if options.route != "ridge" or not options.check_weights:
+        return None
+    if load_maps(options.maps).matches(parameters) == "same":
+        return None
+    return CannotFill(
+        "the maps were calibrated on other weights",
+        hint="calibrate maps for this model, or pass check_weights=False to fill a close relative with them",
+    )
 
 
 def load_maps(source: Any) -> RidgeMaps:
