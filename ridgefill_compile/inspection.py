@@ -6,6 +6,7 @@ The model may lie on the meta device, without weights: it is traced, analysed an
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -95,6 +96,8 @@ def inspect_model(model: nn.Module, *, rows: int = 4096, tail: int = 512, split:
     found: list[Inspection] = []
     parameter = next(model.parameters(), None)
     device = parameter.device if parameter is not None else torch.device("cpu")
+    if device.type == "meta":
+        model = copy.deepcopy(model)  # costs nothing, and the caller's stays on the meta device
     compiled = torch.compile(model, backend=_backend(found, rows, tail, split), dynamic=False)
     with contextlib.ExitStack() as context:
         context.enter_context(torch.no_grad())
