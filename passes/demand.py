@@ -133,9 +133,12 @@ def whole_suffix(node: Node) -> Call | None:
 
     `x[-k:]` with `1 <= k <= T` becomes `x[-T:][-k:]`: a `logits_to_keep` that changes from call to call is symbolic.
     """
-    if node.target is not aten.slice.Tensor:
+    if node.target not in (aten.slice.Tensor, aten.select.int):
         return None
     given = arguments(node)
+    if node.target is aten.select.int:
+        dim = given["dim"] % len(shape(given["self"]))
+        return rewrite(node, self=Need(given["self"], Rows(dim, 1))) if given["index"] == -1 else None
     value = node.meta["val"]
     dim = given["dim"] % value.dim()
     length = value.shape[dim]

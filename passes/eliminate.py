@@ -55,7 +55,7 @@ class _Writer:
         self.demands = demands
         self.new: dict[Node, Node] = {}
         self.emit = Emitter(self.graph, fake_mode_of(old))
-        self.slices: dict[tuple[Node, int, int], Node] = {}
+        self.slices: dict[tuple[Node, int, int, str], Node] = {}
         self.inputs = set(inputs_of(old))
 
     def write(self, node: Node) -> None:
@@ -116,7 +116,7 @@ class _Writer:
 
     def last_rows(self, node: Node, wanted: Rows) -> Node:
         """`node[..., -last:, ...]`, once per graph."""
-        key = (node, wanted.dim, wanted.last)
+        key = (node, wanted.dim, wanted.last, str(wanted.blocks))
         if key not in self.slices:
             self.slices[key] = self._slice(self.new[node], wanted)
         return self.slices[key]

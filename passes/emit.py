@@ -51,6 +51,10 @@ class Emitter:
         with self.mode, enable_python_dispatcher() if symbolic else nullcontext(), torch.no_grad():
             return target(*args, **kwargs)
 
+    def guards(self) -> list[Any]:
+        """Conditions on symbolic sizes that hold the graph to some lengths."""
+        return [] if self.mode.shape_env is None else self.mode.shape_env.guards
+
     def know(self, node: Node) -> None:
         """Remember the symbolic sizes that an input of the graph shows."""
         value = node.meta.get("val")

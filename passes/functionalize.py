@@ -13,6 +13,7 @@ twin op that returns what op_ writes. Writes through a view of something else th
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ridgefill_compile.errors import CannotFill
-from ridgefill_compile.passes.emit import copy_module, inputs_of
-from ridgefill_compile.passes.rules import aten
+from ridgefill_compile.passes.demand import has_effect
+from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
+from ridgefill_compile.passes.rules import arguments, aten
 
 NO_OPS = (aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh.default)
 CASTS = (
@@ -30,7 +32,6 @@ CASTS = (
     aten.to.dtype_layout,
     aten.to.other,
     aten.type_as.default,
-    aten._to_copy.default,
 )
 
 
@@ -43,17 +44,19 @@ def functionalize(module: GraphModule) -> GraphModule:
     module = copy_module(module)
     graph = module.graph
     _drop_no_ops(module)  # first: they are the same memory under another name
+    emit = Emitter(graph, fake_mode_of(graph))
+    _read_sizes_off_inputs(emit)
     written: dict[Node, Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and _writes(node.target):
-            _replace_write(node, written)
+            _replace_write(emit, node, written)
     output = graph.output_node()
     with graph.inserting_before(output):
         for source in inputs_of(graph):
             if source in written:
                 last = graph.call_function(aten.copy_.default, (source, written[source]))
                 last.meta["val"] = source.meta["val"]
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or has_effect(node))
     module.recompile()
     return module
 
@@ -63,7 +66,20 @@ def _writes(target: Any) -> bool:
     return bool(schema is not None and schema.is_mutable and target not in NO_OPS)
 
 
-def _replace_write(node: Node, written: dict[Node, Node]) -> None:
+def _read_sizes_off_inputs(emit: Emitter) -> None:
+    """Let sizes come from the graph's inputs: `y.size(1)` of a value between would look like a reader of y's rows."""
+    for node in inputs_of(emit.graph):
+        emit.know(node)
+    for node in list(emit.graph.nodes):
+        if node.target is aten.sym_size.int and node.args[0].op != "placeholder":
+            with emit.graph.inserting_before(node), contextlib.suppress(CannotFill):
+                size = emit.size(node.meta["val"])
+                if isinstance(size, Node):
+                    node.replace_all_uses_with(size)
+                    emit.graph.erase_node(node)
+
+
+def _replace_write(emit: Emitter, node: Node, written: dict[Node, Node]) -> None:
     """Turn `op_(x, ...)` into `op(x, ...)` and make later readers of x read the result."""
     schema = node.target._schema  # type: ignore[union-attr]
     destinations = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -75,11 +91,25 @@ def _replace_write(node: Node, written: dict[Node, Node]) -> None:
     if is_view(destination) or any(is_view(reader) and reader < node for reader in destination.users):
         raise CannotFill("an op writes through a view, and which other values change cannot be told", node)
     node.target = _functional_twin(node)
+    new = _in_the_type_of(emit, destination, node)
     for reader in list(destination.users):
-        if reader > node:
-            reader.replace_input_with(destination, node)
+        if reader > new:
+            reader.replace_input_with(destination, new)
     origin = next((source for source, last in written.items() if last is destination), destination)
-    written[origin] = node
+    for reader in list(node.users):
+        if reader > new:
+            reader.replace_input_with(node, new)
+    written[origin] = new
+
+
+def _in_the_type_of(emit: Emitter, destination: Node, node: Node) -> Node:
+    """The twin's result in the type of what is written: `bf16.add_(fp32)` stays bf16, `bf16.add(fp32)` does not."""
+    kept = node.meta["val"]
+    node.meta["val"] = emit.value_of(node)
+    if node.meta["val"].dtype == kept.dtype:
+        return node
+    with emit.graph.inserting_after(node):
+        return emit(aten._to_copy.default, node, dtype=kept.dtype, like=node)
 
 
 def _functional_twin(node: Node) -> Any:
@@ -118,5 +148,5 @@ def _same_kind(node: Node, source: Node) -> bool:
     new, old = node.meta.get("val"), source.meta.get("val")
     if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
         return False
-    copies = node.kwargs.get("copy", False) or (len(node.args) > 3 and node.args[3] is True)
+    copies = arguments(node).get("copy", False)
     return new.dtype == old.dtype and new.device == old.device and new.stride() == old.stride() and not copies

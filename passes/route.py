@@ -138,7 +138,9 @@ class _Router:
         name = f"ridgefill_{kind}_{layer}"
         tensor = self.tensors[name] = _placed(stored, like.meta["val"])
         node = self.emit.graph.create_node("get_attr", name)
-        node.meta["val"] = tensor if isinstance(tensor, FakeTensor) else self.emit.mode.from_tensor(tensor)
+        node.meta["val"] = (
+            tensor if isinstance(tensor, FakeTensor) else self.emit.mode.from_tensor(tensor, static_shapes=True)
+        )
         return node
 
 

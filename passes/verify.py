@@ -3,8 +3,9 @@
 1. The graph is well formed, and every value is defined before it is read.
 2. Every call, run on its operands' fake values, gives the shape, dtype and device its `meta["val"]` claims.
 3. The results have the shapes and dtypes they had before the pass; the inputs are the same.
-4. No two results share memory that did not before.
-5. No constant tensor has a dimension of as many entries as the prompt has rows: it would hold for one length only.
+4. No two results, and no result and input, share memory that did not before.
+5. No constant tensor has a dimension of as many entries as the prompt has rows, and no call adds a guard on sizes: the
+   graph would hold for one length only.
 """
 
 from __future__ import annotations
@@ -50,9 +51,12 @@ def _fail(name: str, what: str, node: Node) -> None:
 
 def _check_values(module: GraphModule, name: str) -> None:
     emit = Emitter(module.graph, fake_mode_of(module.graph))
+    guards = len(emit.guards())
     for node in module.graph.nodes:
         if node.op != "call_function":
             continue
+        if hasattr(node.target, "_schema") and not node.target._schema.returns:
+            continue  # an assertion: it has an effect and no value
         if "val" not in node.meta:
             _fail(name, "a call has no fake value", node)
         if isinstance(node.meta["val"], torch.SymFloat | torch.SymInt | torch.SymBool):
@@ -61,6 +65,8 @@ def _check_values(module: GraphModule, name: str) -> None:
             value = emit.value_of(node)
         except Exception as error:
             raise BrokenPass(f"{name}: a call cannot run: {describe_node(node)}: {error}") from error
+        if len(emit.guards()) > guards:
+            _fail(name, f"a call holds for some lengths only, it adds the guard {emit.guards()[-1].expr}", node)
         claimed, found = tree_leaves(node.meta["val"]), tree_leaves(value)
         if len(claimed) != len(found) or not all(map(_agree, claimed, found)):
             _fail(name, f"a call gives {_kinds(found)}, its metadata says {_kinds(claimed)}", node)
@@ -104,6 +110,9 @@ def _memory(node: Node) -> Node:
 
 def _check_aliases(after: GraphModule, before: GraphModule, name: str) -> None:
     new, old = results_of(after), results_of(before)
+    for i, value in enumerate(old):
+        if _memory(new[i]).op == "placeholder" and _memory(value).op != "placeholder":
+            _fail(name, f"result {i} now shares memory with an input", new[i])
     for i, j in combinations(range(len(old)), 2):
         if _memory(new[i]) is _memory(new[j]) and _memory(old[i]) is not _memory(old[j]):
             _fail(name, f"results {i} and {j} now share memory", new[i])
@@ -124,5 +133,5 @@ def _integer_rows(node: Node) -> list[int]:
     """Row counts that token ids show."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 2:
-        return [size for size in shape(node)[1:] if isinstance(size, int)]
+        return [size if isinstance(size, int) else int(size.node.hint) for size in shape(node)[1:]]
     return []

@@ -46,7 +46,7 @@ def capture(module: GraphModule) -> GraphModule:
         new.meta = {**old.meta, **new.meta, ARGUMENT: old.name}
     for node in traced.graph.nodes:  # make_fx records constants in a fake mode of its own
         if node.op == "get_attr":
-            node.meta["val"] = mode.from_tensor(getattr(traced, node.target))
+            node.meta["val"] = mode.from_tensor(getattr(traced, node.target), static_shapes=True)
     return functionalize(traced)
 
 

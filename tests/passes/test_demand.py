@@ -66,9 +66,10 @@ def test_rows_of_every_spelling_of_a_suffix() -> None:
     assert read(traced(lambda x: (x.sin()[:, 1::2],), X), aten.sin.default) == [EVERYTHING]
 
 
-def test_index_of_the_last_row_is_no_suffix() -> None:
-    """`x[:, -1]` reads one row, and is not seen to; models that want one row's logits write `x[:, -1:]`."""
-    assert read(traced(lambda x: (x.sin()[:, -1],), X), aten.sin.default) == [EVERYTHING]
+def test_index_of_the_last_row_reads_that_row() -> None:
+    """`x[:, -1]` reads one row, as `x[:, -1:]` does."""
+    assert last(one(traced(lambda x: (x.sin()[:, -1],), X), aten.sin.default), 1) == 1
+    assert read(traced(lambda x: (x.sin()[:, -2],), X), aten.sin.default) == [EVERYTHING]
 
 
 def test_suffix_of_symbolic_length_is_read_whole() -> None:

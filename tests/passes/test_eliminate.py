@@ -167,7 +167,6 @@ def positions(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (turned[:, -T:],)
 
 
-BLOCKS_SHARE_SLICES = pytest.mark.xfail(reason="slices are kept by dimension and number, not by blocks")
 GRAPHS: list[Any] = [
     chain,
     joint,
@@ -179,7 +178,7 @@ GRAPHS: list[Any] = [
     blocked,
     flattened,
     view_of_a_slice,
-    pytest.param(blocks_and_rows, marks=BLOCKS_SHARE_SLICES),
+    blocks_and_rows,
     repeated_heads,
     spelt_attention,
     two_layers,

@@ -146,7 +146,6 @@ def test_one_write_an_input_however_many_there_were() -> None:
     assert [node.args[0] for node in named(after, aten.copy_.default)] == list(after.graph.nodes)[:2]
 
 
-@pytest.mark.xfail(reason="the twin of an op in place promotes types")
 def test_write_of_a_wider_type_keeps_the_type_of_what_is_written() -> None:
     """`y.add_(x)` rounds to y's type; `y + x` would be of the wider one."""
 
@@ -273,12 +272,9 @@ def by_example(x: Tensor) -> tuple[Tensor, ...]:
     return x.to(x, copy=True).add_(1.0), x * 1
 
 
-FORGETS_COPY = pytest.mark.xfail(reason="aten.to.device has its `copy` in another place")
-
-
 @pytest.mark.parametrize(
     "function",
-    [by_dtype, pytest.param(by_device, marks=FORGETS_COPY), pytest.param(by_example, marks=FORGETS_COPY)],
+    [by_dtype, by_device, by_example],
     ids=lambda f: f.__name__,
 )
 def test_forced_copies_are_written_apart_or_refused(function: Graph) -> None:
