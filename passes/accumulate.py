@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from ridgefill_compile.passes.calls import TO_THE_END, aten
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
 from ridgefill_compile.passes.locate import Located
-from ridgefill_compile.passes.rules import TO_THE_END, aten
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from ridgefill_compile.passes.calls import CausalTail, aten, shape
 from ridgefill_compile.passes.emit import Emitter
-from ridgefill_compile.passes.rules import CausalTail, aten, shape
 
 
 def causal_tail_mask(emit: Emitter, tail: CausalTail) -> Node:

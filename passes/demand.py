@@ -16,18 +16,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ridgefill_compile.passes.calls import Call, CausalTail, Need, arguments, aten, rewrite, shape
+from ridgefill_compile.passes.layout_rules import reaches_the_end
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, at_least, at_most, covers, join
-from ridgefill_compile.passes.rules import (
-    Call,
-    CausalTail,
-    Need,
-    arguments,
-    aten,
-    reaches_the_end,
-    rewrite,
-    rule_for,
-    shape,
-)
+from ridgefill_compile.passes.rules import rule_for
 
 
 @dataclass

@@ -21,19 +21,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ridgefill_compile.passes.attend import causal_tail_mask
+from ridgefill_compile.passes.calls import CAUSAL_TAIL, TO_THE_END, Call, CausalTail, Need, aten, shape
 from ridgefill_compile.passes.demand import Demands, analyse, whole_suffix
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
 from ridgefill_compile.passes.rows import EVERYTHING, Demand, Rows, covers
-from ridgefill_compile.passes.rules import (
-    CAUSAL_TAIL,
-    TO_THE_END,
-    Call,
-    CausalTail,
-    Need,
-    aten,
-    rule_for,
-    shape,
-)
+from ridgefill_compile.passes.rules import rule_for
 
 
 def eliminate(module: GraphModule, demands: Demands | None = None) -> GraphModule:

@@ -14,8 +14,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.passes.calls import aten, shape
 from ridgefill_compile.passes.rows import IntLike, same
-from ridgefill_compile.passes.rules import aten, shape
 
 
 class Emitter:

@@ -21,9 +21,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.passes.calls import arguments, aten
 from ridgefill_compile.passes.demand import has_effect
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
-from ridgefill_compile.passes.rules import arguments, aten
 
 NO_OPS = (aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh.default)
 CASTS = (

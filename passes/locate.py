@@ -26,9 +26,10 @@ import torch
 from torch.fx import Graph, Node
 
 from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.passes.calls import Need, arguments, aten, shape
 from ridgefill_compile.passes.demand import analyse
 from ridgefill_compile.passes.rows import EVERYTHING, Demand, IntLike, Rows, same
-from ridgefill_compile.passes.rules import Need, arguments, aten, rule_for, shape
+from ridgefill_compile.passes.rules import rule_for
 
 STATE_UPDATES = {
     aten.index_copy.default: "source",

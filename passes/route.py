@@ -30,10 +30,10 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.passes.calls import TO_THE_END, arguments, aten, shape
 from ridgefill_compile.passes.demand import has_effect
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
 from ridgefill_compile.passes.locate import Located
-from ridgefill_compile.passes.rules import TO_THE_END, arguments, aten, shape
 
 
 class Maps(Protocol):

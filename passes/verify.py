@@ -18,10 +18,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.errors import RidgefillError, describe_node
+from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
 from ridgefill_compile.passes.functionalize import is_view
 from ridgefill_compile.passes.rows import same
-from ridgefill_compile.passes.rules import shape
 
 
 class BrokenPass(RidgefillError):

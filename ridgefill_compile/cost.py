@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ridgefill_compile.passes.rules import CAUSAL_TAIL, arguments, aten, shape
+from ridgefill_compile.passes.calls import CAUSAL_TAIL, arguments, aten, shape
 
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:

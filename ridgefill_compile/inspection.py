@@ -20,13 +20,13 @@ from ridgefill_compile.capture import capture
 from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_sizes
 from ridgefill_compile.errors import CannotFill, OptionError, RidgefillError, describe_node
 from ridgefill_compile.fill import blocked_nodes
+from ridgefill_compile.passes.calls import aten
 from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import fake_mode_of
 from ridgefill_compile.passes.locate import Layer, Located, check_late_states, check_wanted_rows, locate
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows
-from ridgefill_compile.passes.rules import aten
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
+from ridgefill_compile.passes.calls import CausalTail, Need
 from ridgefill_compile.passes.rows import IntLike, Rows
-from ridgefill_compile.passes.rules import CausalTail, Need, rule_for
+from ridgefill_compile.passes.rules import rule_for
 from tests.passes.graphs import aten, fake, fake_mode
 
 UNSET = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)  # only their shapes can be compared

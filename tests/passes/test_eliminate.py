@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 from torch.nn import functional
 
 from ridgefill_compile.cost import multiply_adds
+from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import inputs_of
-from ridgefill_compile.passes.rules import shape
 from ridgefill_compile.passes.verify import verify
 from tests.passes.graphs import aten, named, only, traced
 

@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 from torch.nn import functional
 
 from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.emit import copy_module
 from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
 from ridgefill_compile.passes.rows import same
-from ridgefill_compile.passes.rules import shape
 from ridgefill_compile.passes.verify import results_of
 from tests.decoders import FILLED, LAYERS, REFUSED, states_of, token_ids
 from tests.passes.graphs import aten, traced, traced_decoder

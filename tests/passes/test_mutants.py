@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from torch.fx import Node
 
-from ridgefill_compile.passes import rules
+from ridgefill_compile.passes import arithmetic_rules, calls, layout_rules, rules
+from ridgefill_compile.passes.calls import Call, Need, Rule, arguments, first_operand, rewrite, shape
 from ridgefill_compile.passes.rows import IntLike, Rows, same
-from ridgefill_compile.passes.rules import RULES, Call, Need, Rule, arguments, first_operand, rewrite, shape
+from ridgefill_compile.passes.rules import RULES
 from tests.passes.commuting import judge
 from tests.passes.graphs import aten
 from tests.passes.samples import by_op, spread
@@ -93,7 +94,7 @@ def test_shared_results_and_the_tag_broken_are_noticed(
     with monkeypatch.context() as patch:
         patch.setitem(RULES, operator.getitem, mutate(RULES[operator.getitem]))
         assert noticed(aten.topk.default)
-    monkeypatch.setattr(rules, "pointwise", mutate(rules.pointwise))
+    monkeypatch.setattr(rules, "pointwise", mutate(arithmetic_rules.pointwise))
     assert any(f.verdict == "wrong" for given in spread() for f in judge(given, gaps=False))
 
 
@@ -156,7 +157,7 @@ def attention_at_the_top(node: Node, rows: Rows) -> Call | None:
 
 def attention_of_own_keys(node: Node, rows: Rows) -> Call | None:
     """Keys and values narrowed, too."""
-    call = rules.attention(node, rows)
+    call = arithmetic_rules.attention(node, rows)
     if call is None:
         return None
     states = [Need(a, rows) for a in node.args[:3] if isinstance(a, Node)]
@@ -171,7 +172,7 @@ def read_from_the_rows(node: Node, rows: Rows) -> Call:
 
 def first_letter_only(node: Node, rows: Rows) -> Call | None:
     """The first operand of an einsum alone."""
-    call = rules.einsum(node, rows)
+    call = arithmetic_rules.einsum(node, rows)
     if call is None:
         return None
     first, *others = call.args[1]
@@ -210,7 +211,7 @@ def blocks_dropped(rows: Rows, result: tuple[IntLike, ...], source: tuple[IntLik
     return None if found is None else Rows(found.dim, found.last)
 
 
-same_rows_in = rules.same_rows_in
+same_rows_in = layout_rules.same_rows_in
 
 
 def broadcast_from_the_left(operand: Any, rows: Rows, result: tuple[IntLike, ...]) -> Any:
@@ -241,5 +242,7 @@ RESHAPES = [aten.view.default, aten.reshape.default, aten.flatten.using_ints]
     ],
 )
 def test_broken_arithmetic_is_noticed(name: str, mutant: Any, ops: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, name, mutant)
+    for module in (calls, arithmetic_rules, layout_rules):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, mutant)
     assert [str(op) for op in ops if not noticed(op)] == []

@@ -1,0 +1,111 @@
+"""Calls as row rules read and write them: arguments by name, operands that are needed only in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ridgefill_compile.passes.rows import IntLike, Rows, same
+
+aten = torch.ops.aten
+TO_THE_END = 2**63 - 1  # what `x[a:]` traces to
+CAUSAL_TAIL = "ridgefill_causal_tail"  # meta key of an attention call whose mask is a `CausalTail`: (queries, last)
+
+
+class Need(NamedTuple):
+    """An operand of which only `rows` are needed."""
+
+    node: Node
+    rows: Rows
+
+
+class CausalTail(NamedTuple):
+    """The mask of the last `last` queries of causal attention: query i sees keys 0..i (aligned at the top left)."""
+
+    query: Node
+    key: Node
+    last: int
+
+
+@dataclass
+class Call:
+    """The narrowed computation. `target` None: the operand in `args[0]` is already the answer."""
+
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+Rule = Callable[[Node, Rows], Call | None]
+
+
+def shape(node: Node) -> tuple[IntLike, ...]:
+    """Shape of a node's (fake) value."""
+    return tuple(node.meta["val"].shape)
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """A node's arguments by the name its schema gives them, defaults included."""
+    bound: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args) and not argument.kwarg_only:
+            bound[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            bound[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            bound[argument.name] = argument.default_value
+    return bound
+
+
+def rewrite(node: Node, **changes: Any) -> Call:
+    """The node's own call with some arguments changed by name."""
+    given = arguments(node)
+    given.update(changes)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+        if argument.kwarg_only:
+            default = argument.default_value if argument.has_default_value() else None
+            if argument.name in given and (given[argument.name] is not default or argument.name in node.kwargs):
+                kwargs[argument.name] = given[argument.name]
+        elif argument.name in given:
+            args.append(given[argument.name])
+    return Call(node.target, tuple(args), kwargs)
+
+
+def broadcast(operand: Any, rows: Rows, result: Sequence[IntLike]) -> Any:
+    """An operand of a broadcasting op: `Need` where it has these rows, plain where it is spread over them.
+
+    Raises:
+        LookupError: it cannot be told which, for symbolic sizes.
+    """
+    if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
+        return operand
+    size = shape(operand)
+    dim = rows.dim - (len(result) - len(size))
+    if dim < 0 or (same(size[dim], 1) and not same(result[rows.dim], 1)):
+        return operand
+    if same(size[dim], result[rows.dim]):
+        return Need(operand, rows.at(dim))
+    raise LookupError
+
+
+def positive(dim: int, rank: int) -> int:
+    """A dimension counted from 0."""
+    return dim + rank if dim < 0 else dim
+
+
+def count(rows: Rows) -> int | None:
+    """How many entries the rows are, where that is a plain number."""
+    return rows.last * rows.blocks if isinstance(rows.blocks, int) else None
+
+
+def first_operand(node: Node, rows: Rows) -> Call:
+    """The first operand is narrowed (on `rows.dim`, a dimension of the operand), the others are settings."""
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    return Call(node.target, (Need(operand, rows), *node.args[1:]), dict(node.kwargs))

@@ -1,0 +1,300 @@
+"""Row rules of layout: reshapes, slices, joins and look-ups move entries and compute nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ridgefill_compile.passes.calls import (
+    TO_THE_END,
+    Call,
+    Need,
+    Rule,
+    arguments,
+    aten,
+    broadcast,
+    count,
+    first_operand,
+    positive,
+    rewrite,
+    shape,
+)
+from ridgefill_compile.passes.rows import IntLike, Rows, at_least, same
+
+# ---------------------------------------------------------------- shapes
+
+
+def product(sizes: Sequence[IntLike]) -> IntLike:
+    """Product of sizes, symbolic or not."""
+    total: IntLike = 1
+    for size in sizes:
+        total = total * size
+    return total
+
+
+def same_rows_in(rows: Rows, result: Sequence[IntLike], source: Sequence[IntLike]) -> Rows | None:
+    """Where rows of a reshaped value lie in its source.
+
+    In memory order the rows are: `outer` groups, of each the last `last` of `length` entries, each `inner` elements
+    long. That does not depend on the shape, so it is enough to find the source dimension with the same three numbers.
+
+        [B, N, H * D] -> [B, N, H, D]   rows on dim 1 -> dim 1
+        [B, N, d]     -> [B * N, d]     rows on dim 0 in B blocks -> dim 1
+        [B * N, d]    -> [B, N, d]      rows on dim 1 -> dim 0 in B blocks
+    """
+    length = result[rows.dim] // rows.blocks
+    outer = product(result[: rows.dim]) * rows.blocks
+    for dim in range(len(source)):
+        before = product(source[:dim])
+        if same(before, outer) and same(source[dim], length):
+            return Rows(dim, rows.last)
+        blocks = outer if same(before, 1) else outer // before
+        if same(before * blocks, outer) and same(source[dim], blocks * length):
+            return Rows(dim, rows.last, blocks)
+    return None
+
+
+def reshape(node: Node, rows: Rows) -> Call | None:
+    """view, reshape, flatten: found by memory order; the narrowed size is left to be inferred.
+
+    A view becomes a reshape: the last rows of a value, cut out of the whole, are no longer contiguous.
+    """
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    source = same_rows_in(rows, shape(node), shape(operand))
+    if source is None:
+        return None
+    given = arguments(node)
+    name = next((n for n in ("size", "shape") if n in given), None)
+    if name is None:  # flatten: takes no sizes
+        return first_operand(node, source)
+    sizes: list[Any] = list(given[name])
+    for dim, size in enumerate(sizes):
+        if size == -1 and dim != rows.dim:
+            known = shape(node)[dim]
+            if not isinstance(known, int):
+                if count(rows) is None:
+                    return None
+                sizes[rows.dim] = count(rows)
+                break
+            sizes[dim] = known
+    else:
+        sizes[rows.dim] = -1
+    return Call(aten.reshape.default, (Need(operand, source), sizes))
+
+
+def expand(node: Node, rows: Rows) -> Call | None:
+    """A dimension of size 1 is spread; the others pass."""
+    given = arguments(node)
+    operand, sizes = given["self"], list(given["size"])
+    dim = rows.dim - (len(sizes) - len(shape(operand)))
+    if dim >= 0 and same(shape(operand)[dim], shape(node)[rows.dim]):
+        sizes[rows.dim] = -1
+        return rewrite(node, self=Need(operand, rows.at(dim)), size=sizes)
+    if count(rows) is None or (dim >= 0 and not same(shape(operand)[dim], 1)):
+        return None
+    sizes[rows.dim] = count(rows)
+    return rewrite(node, size=sizes)
+
+
+def permutation(order: Callable[[Node, int], Sequence[int]]) -> Rule:
+    """Dimensions change places. `order(node, rank)[i]`: where dimension i of the result comes from."""
+
+    def rule(node: Node, rows: Rows) -> Call | None:
+        return first_operand(node, rows.at(order(node, len(shape(node)))[rows.dim]))
+
+    return rule
+
+
+def permuted(node: Node, rank: int) -> list[int]:
+    """Order of `permute`: where each dimension of the result comes from."""
+    return [positive(dim, rank) for dim in arguments(node)["dims"]]
+
+
+def transposed(node: Node, rank: int) -> list[int]:
+    """Order of `transpose`: two dimensions change places."""
+    order = list(range(rank))
+    a, b = (positive(dim, rank) for dim in list(arguments(node).values())[1:])
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def last_two_reversed(node: Node, rank: int) -> list[int]:
+    """Order of `t` and `mT`: the last two dimensions change places."""
+    return [*range(rank - 2), rank - 1, rank - 2] if rank > 1 else [0]
+
+
+def unsqueeze(node: Node, rows: Rows) -> Call | None:
+    """A new dimension of size 1."""
+    new = positive(arguments(node)["dim"], len(shape(node)))
+    if rows.dim == new:
+        return None
+    return first_operand(node, rows.at(rows.dim - (rows.dim > new)))
+
+
+def squeeze(node: Node, rows: Rows) -> Call | None:
+    """One dimension of size 1 goes (or stays, where it is longer)."""
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    rank = len(shape(operand))
+    gone = positive(arguments(node)["dim"], rank)
+    if len(shape(node)) == rank:
+        return first_operand(node, rows) if rows.dim != gone else None
+    return first_operand(node, rows.at(rows.dim + (rows.dim >= gone)))
+
+
+def select(node: Node, rows: Rows) -> Call | None:
+    """One entry of one dimension; the others pass."""
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    gone = positive(arguments(node)["dim"], len(shape(operand)))
+    return first_operand(node, rows.at(rows.dim + (rows.dim >= gone)))
+
+
+def reaches_the_end(node: Node) -> bool:
+    """Whether a slice keeps its operand's last entry."""
+    given = arguments(node)
+    end, dim = given["end"], positive(given["dim"], len(shape(node)))
+    value = end.meta["val"] if isinstance(end, Node) else end
+    if value is None or (isinstance(value, int) and value == TO_THE_END):
+        return True
+    return at_least(value, shape(given["self"])[dim])
+
+
+def slice_(node: Node, rows: Rows) -> Call | None:
+    """Other dimensions pass; the last rows of `x[a:]` are the last rows of x."""
+    given = arguments(node)
+    if rows.dim != positive(given["dim"], len(shape(node))):
+        return first_operand(node, rows)
+    long_enough = at_least(shape(node)[rows.dim], rows.last)
+    if given["step"] != 1 or not same(rows.blocks, 1) or not reaches_the_end(node) or not long_enough:
+        return None
+    return Call(None, (Need(given["self"], rows),))
+
+
+def cat(node: Node, rows: Rows) -> Call | None:
+    """Other dimensions pass; along the joined one the last rows are the last operand's."""
+    given = arguments(node)
+    tensors, dim = given["tensors"], positive(given["dim"], len(shape(node)))
+    if rows.dim != dim:
+        whole = [t for t in tensors if len(shape(t)) == len(shape(node))]  # torch lets an empty [0] join anything
+        return rewrite(node, tensors=[Need(t, rows) for t in whole])
+    last = tensors[-1]
+    if len(shape(last)) != len(shape(node)) or not same(rows.blocks, 1) or not at_least(shape(last)[dim], rows.last):
+        return None
+    if last.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    return Call(None, (Need(last, rows),))
+
+
+def stack(node: Node, rows: Rows) -> Call | None:
+    """A new dimension of the operands' number."""
+    given = arguments(node)
+    new = positive(given["dim"], len(shape(node)))
+    if rows.dim == new:
+        return None
+    inner = rows.at(rows.dim - (rows.dim > new))
+    return rewrite(node, tensors=[Need(t, inner) for t in given["tensors"]])
+
+
+def pieces(node: Node, rows: Rows) -> Call | None:
+    """split and chunk: each piece has the operand's rows, unless they are what is split."""
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    cut = positive(arguments(node)["dim"], len(shape(operand)))
+    return first_operand(node, rows) if rows.dim != cut else None
+
+
+def unbind(node: Node, rows: Rows) -> Call | None:
+    """The pieces lose the dimension."""
+    return select(node, rows)
+
+
+def getitem(node: Node, rows: Rows) -> Call | None:
+    """One of several results; they are narrowed together."""
+    source, index = node.args
+    assert isinstance(source, Node)
+    return Call(operator.getitem, (Need(source, rows), index))
+
+
+def repeat(node: Node, rows: Rows) -> Call | None:
+    """Dimensions repeated once pass."""
+    given = arguments(node)
+    new = len(given["repeats"]) - len(shape(given["self"]))
+    if given["repeats"][rows.dim] != 1 or rows.dim < new:
+        return None
+    return first_operand(node, rows.at(rows.dim - new))
+
+
+def pad(node: Node, rows: Rows) -> Call | None:
+    """Dimensions that are not padded pass. `pad` lists pairs from the last dimension back."""
+    pair = 2 * (len(shape(node)) - 1 - rows.dim)
+    amounts = list(arguments(node)["pad"])
+    if any(amount != 0 for amount in amounts[pair : pair + 2]):
+        return None
+    return first_operand(node, rows)
+
+
+# ---------------------------------------------------------------- look-ups
+
+
+def embedding(node: Node, rows: Rows) -> Call | None:
+    """weight[indices]: rows of the indices; the table is whole."""
+    indices = arguments(node)["indices"]
+    return rewrite(node, indices=Need(indices, rows)) if rows.dim < len(shape(indices)) else None
+
+
+MASKS = (torch.bool, torch.uint8)  # indices of these types choose where they are not 0
+
+
+def index(node: Node, rows: Rows) -> Call | None:
+    """x[..., i, j, ...] with neighbouring integer indices: theirs are narrowed, or x where the index is a plain `:`."""
+    given = arguments(node)
+    operand, indices = given["self"], list(given["indices"])
+    used = [position for position, i in enumerate(indices) if i is not None]
+    if used != list(range(used[0], used[-1] + 1)) or any(indices[p].meta["val"].dtype in MASKS for p in used):
+        return None
+    spread = max(len(shape(indices[p])) for p in used)
+    first = used[0]
+    if first <= rows.dim < first + spread:
+        inner, sizes = rows.at(rows.dim - first), shape(node)[first : first + spread]
+        try:
+            return rewrite(node, indices=[i if i is None else broadcast(i, inner, sizes) for i in indices])
+        except LookupError:
+            return None
+    dim = rows.dim if rows.dim < first else rows.dim - spread + len(used)
+    return rewrite(node, self=Need(operand, rows.at(dim)))
+
+
+def gather(node: Node, rows: Rows) -> Call | None:
+    """out[i, j] = x[i, index[i, j]]: along `dim` only the index moves, elsewhere both."""
+    given = arguments(node)
+    operand, chosen = given["self"], given["index"]
+    if rows.dim == positive(given["dim"], len(shape(node))):
+        return rewrite(node, index=Need(chosen, rows))
+    if not same(shape(operand)[rows.dim], shape(chosen)[rows.dim]):
+        return None
+    return rewrite(node, self=Need(operand, rows), index=Need(chosen, rows))
+
+
+def index_select(node: Node, rows: Rows) -> Call | None:
+    """Along `dim` the index is narrowed, elsewhere the operand."""
+    given = arguments(node)
+    if rows.dim == positive(given["dim"], len(shape(node))):
+        return rewrite(node, index=Need(given["index"], rows.at(0))) if shape(given["index"]) else None
+    return rewrite(node, self=Need(given["self"], rows))
+
+
+def one_hot(node: Node, rows: Rows) -> Call | None:
+    """A new last dimension. Without `num_classes` its size would be read off the narrowed entries."""
+    known = arguments(node)["num_classes"] != -1
+    return first_operand(node, rows) if known and rows.dim < len(shape(node)) - 1 else None
+
+
+def view_as_real(node: Node, rows: Rows) -> Call | None:
+    """A new last dimension of two."""
+    return first_operand(node, rows) if rows.dim < len(shape(node)) - 1 else None
