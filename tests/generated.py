@@ -256,6 +256,9 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)  # torch draws them from its global generator
         enliven(self, config.seed)
         self.eval()
 

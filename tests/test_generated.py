@@ -72,6 +72,12 @@ def test_printed_case_runs(case):
     assert decoder.config == case.config
 
 
+def test_decoder_is_the_same_at_each_call():
+    case = FillCase(DecoderConfig(bias=True, norm="layer"))
+    first, second = (case.decoder().state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_only_what_differs_is_printed():
     config = DecoderConfig(residual="post", heads=2)
     assert repr(config) == "DecoderConfig(residual='post')"
