@@ -46,10 +46,10 @@ class DemoSettings:
     split: int = 15
     tail: int = 512
     rows: int = 4096
-    runs: int = 3
+    runs: int = 2
     calibration_windows: int = 20
     calibration_rows: int = 2048
-    held_out_windows: int = 6
+    held_out_windows: int = 5
     held_out_rows: int = 1536
     scored: int = 256
     question_rows: int = 2048
