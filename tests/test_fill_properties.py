@@ -123,7 +123,7 @@ def test_every_way_is_what_it_is_defined_to_be(case: FillCase, data: st.DataObje
     check(case, ways, ways.answers(fast, case.ids(), case.padding(), logits_to_keep=keep), case.ids(), keep)
 
 
-@examples(0.15)
+@examples(0.1)
 @given(case=cases(pads=0), data=st.data())
 def test_at_any_length(case: FillCase, data: st.DataObject) -> None:
     """Traced with symbolic rows, run on others: twice the rows, and hardly more than the tail."""
@@ -149,7 +149,7 @@ def test_no_fill_is_a_tail_that_sees_itself_only(case: FillCase) -> None:
     assert worst(by_definition(case, case.decoder(), case.ids(), 1, "none"), found["none"]) < CLOSE
 
 
-@examples(0.15)
+@examples(0.1)
 @given(case=cases(), more=st.integers(0, 3))
 def test_all_rows_exact_is_the_exact_model(case: FillCase, more: int) -> None:
     """A tail as long as the prompt, and a split behind the last layer."""
