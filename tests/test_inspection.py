@@ -107,7 +107,7 @@ def test_other_anatomies(name: str, kind: str) -> None:
 
 
 def test_a_model_that_would_not_be_filled_says_why() -> None:
-    found = inspect_model(REFUSED["mamba"].build(num_hidden_layers=2), rows=20, tail=8)
+    found = inspect_model(REFUSED["mamba"].build(num_hidden_layers=1), rows=20, tail=8)
     assert "not written row by row" in found.reason
     assert found.node is not None
     assert {layer.kind for layer in found.layers} == {"mixes rows (recurrent or unknown)"}
