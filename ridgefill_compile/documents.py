@@ -57,15 +57,11 @@ def read_documents(items: Iterable[Any], tokenizer: Tokenizer | None) -> Iterato
             forms, or a text without a tokenizer.
     """
     if isinstance(items, str | bytes | Tensor | Mapping) or not isinstance(items, Iterable):
-        raise OptionError(
-            f"expected an iterable of texts or batches, got a {type(items).__name__}: put it in a list"
-        )
+        raise OptionError(f"expected an iterable of texts or batches, got a {type(items).__name__}: put it in a list")
     return _read(items, tokenizer)
 
 
-def hold_out(
-    documents: Iterator[Document], wanted: int, window: int
-) -> tuple[list[Document], Iterator[Document]]:
+def hold_out(documents: Iterator[Document], wanted: int, window: int) -> tuple[list[Document], Iterator[Document]]:
     """The documents to hold out, and the others; those that are too short for a window are left out of both.
 
     The first `wanted` documents are held out, or of fewer than four times as many a quarter, at least one.
@@ -129,9 +125,7 @@ def _samples(place: int, item: Any) -> Iterator[Tensor]:
     mask = None
     if isinstance(item, Mapping):
         if "input_ids" not in item:
-            raise OptionError(
-                f"item {place} has no 'input_ids', only {', '.join(map(repr, item)) or 'nothing'}"
-            )
+            raise OptionError(f"item {place} has no 'input_ids', only {', '.join(map(repr, item)) or 'nothing'}")
         item, mask = item["input_ids"], item.get("attention_mask")
     ids = _two_axes(place, "token ids", item)
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
@@ -141,9 +135,7 @@ def _samples(place: int, item: Any) -> Iterator[Tensor]:
         return
     kept = _two_axes(place, "attention_mask", mask).bool()
     if kept.shape != ids.shape:
-        raise OptionError(
-            f"item {place}: attention_mask {list(kept.shape)} does not match input_ids {list(ids.shape)}"
-        )
+        raise OptionError(f"item {place}: attention_mask {list(kept.shape)} does not match input_ids {list(ids.shape)}")
     for row, keep in zip(ids.to("cpu", torch.int64), kept.cpu(), strict=True):
         yield row[keep]
 

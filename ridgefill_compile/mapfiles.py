@@ -100,9 +100,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise MapsError(f"{path} is not a manifest of ridgefill maps")
     version = manifest.get("version")
     if version != VERSION:
-        raise MapsError(
-            f"{path} is of format version {version}; this ridgefill-compile reads version {VERSION}"
-        )
+        raise MapsError(f"{path} is of format version {version}; this ridgefill-compile reads version {VERSION}")
     if manifest.pop("sha256", None) != _checksum(manifest):
         raise MapsError(f"{path} was altered: it does not match its own checksum")
     return manifest

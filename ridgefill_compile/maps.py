@@ -213,9 +213,7 @@ class RidgeMaps:
         }
         if self.model is not None:
             facts["model"] = {"digests": sorted(self.model.digests), "shapes": dict(self.model.shapes)}
-        write_directory(
-            Path(directory), facts, {_name(split): _tensors(part) for split, part in self._parts.items()}
-        )
+        write_directory(Path(directory), facts, {_name(split): _tensors(part) for split, part in self._parts.items()})
 
     @classmethod
     def load(
@@ -263,9 +261,7 @@ class RidgeMaps:
     def _of(self, tensors: Mapping[int, Tensor], layer: int) -> Tensor:
         if layer not in tensors:
             have = ", ".join(map(str, self.layers))
-            raise MapsError(
-                f"no map for layer {layer} at split {self.split}; the layers with a map are {have}"
-            )
+            raise MapsError(f"no map for layer {layer} at split {self.split}; the layers with a map are {have}")
         return tensors[layer]
 
     def _check_model(self, model: nn.Module | None, root: Path) -> None:
@@ -288,9 +284,7 @@ class RidgeMaps:
     def _check_tokenizer(self, tokenizer: Tokenizer | None, root: Path) -> None:
         if tokenizer is None or self.tokenizer is None or tokenizer_fingerprint(tokenizer) == self.tokenizer:
             return
-        warnings.warn(
-            f"the maps in {root} were calibrated with another tokenizer", RidgefillWarning, stacklevel=3
-        )
+        warnings.warn(f"the maps in {root} were calibrated with another tokenizer", RidgefillWarning, stacklevel=3)
 
 
 def _record(part: SplitMaps) -> dict[str, Any]:
@@ -315,9 +309,7 @@ def _part(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SplitMaps
         expected |= {f"{layer}.matrix": (d_out, d_in), f"{layer}.offset": (d_out,)}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != expected or any(tensor.dtype != dtype for tensor in tensors.values()):
-        raise MapsError(
-            f"the file of split {record['split']} has other layers, widths or dtype than it should"
-        )
+        raise MapsError(f"the file of split {record['split']} has other layers, widths or dtype than it should")
     return SplitMaps(
         split=record["split"],
         matrices={int(layer): tensors[f"{layer}.matrix"] for layer in record["d_out"]},

@@ -193,9 +193,7 @@ FILLED: dict[str, Architecture] = {
         "ALiBi, sequential",
     ),
     "cohere": Architecture("cohere", {**_GROUPED, "logit_scale": 0.5}, "parallel, interleaved rotary"),
-    "cohere_qk_norm": Architecture(
-        "cohere", {**_GROUPED, "logit_scale": 0.5, "use_qk_norm": True}, "a norm per head"
-    ),
+    "cohere_qk_norm": Architecture("cohere", {**_GROUPED, "logit_scale": 0.5, "use_qk_norm": True}, "a norm per head"),
     "cohere2": Architecture(
         "cohere2",
         {**_HEADS, **_ALTERNATING, "logit_scale": 0.5},

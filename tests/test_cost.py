@@ -18,9 +18,9 @@ from ridgefill_compile.cost import COUNTERS, layer_pass_ceiling, multiply_adds, 
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.locate import locate
 from ridgefill_compile.passes.route import Fill, route
+from ridgefill_compile.testing.variants import RandomMaps
 from tests.decoders import FILLED, LAYERS, VOCABULARY, token_ids
 from tests.passes.graphs import aten, traced, traced_decoder
-from tests.variants import RandomMaps
 
 D, HEADS, INNER, KEPT = 64, 4, 96, 2
 

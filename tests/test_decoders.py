@@ -49,9 +49,7 @@ def test_every_weight_of_a_late_layer_matters(name):
 
     def outputs() -> torch.Tensor:
         output = model(ids, use_cache=True)
-        last = [
-            state.flatten() for name, state in states_of(output).items() if name.startswith(f"{LAYERS - 1}.")
-        ]
+        last = [state.flatten() for name, state in states_of(output).items() if name.startswith(f"{LAYERS - 1}.")]
         return torch.cat([output.logits[:, -1].flatten(), *last])
 
     with torch.no_grad():
@@ -72,6 +70,4 @@ def test_core_is_a_part_of_filled():
 def test_build_is_reproducible():
     first, second = (FILLED["llama"].build(seed=3).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(
-        first["lm_head.weight"], FILLED["llama"].build(seed=4).state_dict()["lm_head.weight"]
-    )
+    assert not torch.equal(first["lm_head.weight"], FILLED["llama"].build(seed=4).state_dict()["lm_head.weight"])

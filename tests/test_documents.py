@@ -45,9 +45,7 @@ class TestReading:
 
     def test_a_real_batch_encoding(self):
         transformers = pytest.importorskip("transformers")
-        batch = transformers.BatchEncoding(
-            {"input_ids": torch.tensor([[1, 2, 0]]), "attention_mask": [[1, 1, 0]]}
-        )
+        batch = transformers.BatchEncoding({"input_ids": torch.tensor([[1, 2, 0]]), "attention_mask": [[1, 1, 0]]})
         assert ids_of([batch]) == [[1, 2]]
 
     def test_nothing_is_read_before_it_is_asked_for(self):
@@ -160,9 +158,7 @@ class TestHoldOut:
             hold_out(stream(), 5, 16)
 
     def test_too_short_text_says_how_long_it_was(self):
-        with pytest.raises(
-            CalibrationError, match="longest document has 3 rows, and a window of 16 wants at least 4"
-        ):
+        with pytest.raises(CalibrationError, match="longest document has 3 rows, and a window of 16 wants at least 4"):
             hold_out(stream(2, 3, 1), 5, 16)
         with pytest.raises(CalibrationError, match="longest document has 0 rows"):
             hold_out(stream(0), 5, 16)

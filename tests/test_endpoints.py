@@ -13,8 +13,8 @@ import torch
 from ridgefill_compile.backend import ridgefill
 from ridgefill_compile.errors import RidgefillWarning
 from ridgefill_compile.report import report
+from ridgefill_compile.testing.variants import Variants, worst
 from tests.decoders import CORE, EITHER, FILLED, REFUSED, cache_of, token_ids
-from tests.variants import Variants, worst
 
 TOLERANCE = 1e-4  # fp32 rounding of these models is up to 2e-5
 CORE_FIRST = [pytest.param(name, marks=() if name in CORE else pytest.mark.heavy) for name in FILLED]

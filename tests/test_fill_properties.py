@@ -20,10 +20,10 @@ from torch.fx import GraphModule
 from ridgefill_compile import calibrate
 from ridgefill_compile.errors import RidgefillWarning
 from ridgefill_compile.report import report
+from ridgefill_compile.testing.variants import RandomMaps, Variants, worst
 from tests.decoders import enliven
 from tests.generated import Decoder, DecoderConfig, FillCase, Layer, Sight, decoder_configs, fill_cases
 from tests.toys import compiled, distance, results
-from tests.variants import RandomMaps, Variants, worst
 
 CLOSE = 1e-4
 

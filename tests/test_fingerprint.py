@@ -36,9 +36,7 @@ class TestDigests:
 
     def test_values_and_shapes_do_matter(self):
         weight = torch.arange(12.0).reshape(3, 4)
-        digests = [
-            parameter_digests([tensor]) for tensor in (weight, weight + 0.1, weight.reshape(4, 3), weight.T)
-        ]
+        digests = [parameter_digests([tensor]) for tensor in (weight, weight + 0.1, weight.reshape(4, 3), weight.T)]
         assert len(set(digests)) == 4
 
     def test_first_and_last_values_are_sampled(self):
@@ -111,9 +109,7 @@ class Characters:
         return {"input_ids": [*self.start, *((ord(letter) + self.shift) % 128 for letter in text)]}
 
     def get_vocab(self) -> dict[str, int]:
-        return {chr(index): index for index in range(128)} | {
-            text: 128 + i for i, text in enumerate(self.extra)
-        }
+        return {chr(index): index for index in range(128)} | {text: 128 + i for i, text in enumerate(self.extra)}
 
 
 class TestTokenizer:
@@ -138,9 +134,7 @@ class TestTokenizer:
         def build(words: list[str]) -> Any:
             vocabulary = {word: index for index, word in enumerate(["<unk>", *words])}
             model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
-            fast = transformers.PreTrainedTokenizerFast(
-                tokenizer_object=tokenizers.Tokenizer(model), unk_token="<unk>"
-            )
+            fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), unk_token="<unk>")
             fast.pad_token = "<unk>"
             return fast
 

@@ -57,9 +57,7 @@ def test_every_matrix_matters(config):
                 continue
             saved = weight.clone()
             weight.zero_()
-            moved = [
-                (new - old).abs().max() for new, old in zip(flat(decoder(ids)), flat(expected), strict=True)
-            ]
+            moved = [(new - old).abs().max() for new, old in zip(flat(decoder(ids)), flat(expected), strict=True)]
             assert max(moved) > 1e-3, name
             weight.copy_(saved)
 

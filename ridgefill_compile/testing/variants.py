@@ -30,13 +30,17 @@ class RandomMaps:
         generator = torch.Generator().manual_seed(1)
         d_in = located.layers[split].width
         widths = {layer.index: layer.width for layer in located.layers[split + 1 :]}
-        self.matrices = {i: torch.randn(d, d_in, generator=generator) / d_in**0.5 for i, d in widths.items()}
-        self.offsets = {i: torch.randn(d, generator=generator) for i, d in widths.items()}
+        self.matrices: dict[int, Tensor] = {
+            i: torch.randn(d, d_in, generator=generator) / d_in**0.5 for i, d in widths.items()
+        }
+        self.offsets: dict[int, Tensor] = {i: torch.randn(d, generator=generator) for i, d in widths.items()}
 
     def matrix(self, layer: int) -> Tensor:
+        """[d_out, d_in]"""
         return self.matrices[layer]
 
     def offset(self, layer: int) -> Tensor:
+        """[d_out]"""
         return self.offsets[layer]
 
 
@@ -68,6 +72,7 @@ class Variants:
     compiled: int = 0
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend: rewrites every prompt's graph in all ways, and runs them all when it is called."""
         if not plan(module, Options(route="oracle", split=self.split, tail=self.tail, min_fill=1)).fill:
             return module.forward
         self.compiled += 1
@@ -89,6 +94,7 @@ class Variants:
         return run
 
     def rewrite(self, module: GraphModule) -> dict[str, GraphModule]:
+        """The captured graph and its rewritten ones, by name."""
         captured = capture(module)
         verify(captured, None, "capture")
         located = self.located = locate(captured.graph)

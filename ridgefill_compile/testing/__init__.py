@@ -1,0 +1,1 @@
+"""Testing graph rewrites: random decoders, random routings, and what must be equal. Needs `hypothesis`."""
