@@ -1,6 +1,7 @@
 """No writes in place, and no aliases that only look like work.
 
     x.index_copy_(2, at, k); y = f(x)      ->   x1 = index_copy(x, 2, at, k); y = f(x1); ...; x.copy_(x1)
+    v = x[:, :4]; v.copy_(a); y = f(x)     ->   x1 = slice_scatter(x, copy(v, a), 1, 0, 4); y = f(x1)
 
 Before: what make_fx recorded, writes included. After: every call returns a fresh value or a view, a write into an input
 is one `copy_` at the end (where the inner compiler turns it back into a write in place), and casts to the type a value
@@ -8,7 +9,8 @@ already has are gone: they return their operand itself, so `x.to(float32)` would
 model look like a node of the next norm.
 
 torch's own functionalisation would also take whole ops (`linear`, attention) apart, so this one is by schema: op_ has a
-twin op that returns what op_ writes. Writes through a view of something else that is read later are refused.
+twin op that returns what op_ writes. A write through views is carried back to the memory they look at, step by step,
+and whatever else looks at it is looked up anew. What has no such step back is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.errors import CannotFill
-from ridgefill_compile.passes.calls import arguments, aten
+from ridgefill_compile.passes.calls import arguments, aten, shape
 from ridgefill_compile.passes.demand import has_effect
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
 
 NO_OPS = (aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh.default)
+RESHAPES = (aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.flatten.using_ints)
 CASTS = (
     aten.to.dtype,
     aten.to.device,
@@ -46,15 +50,14 @@ def functionalize(module: GraphModule) -> GraphModule:
     _drop_no_ops(module)  # first: they are the same memory under another name
     emit = Emitter(graph, fake_mode_of(graph))
     _read_sizes_off_inputs(emit)
-    written: dict[Node, Node] = {}
+    memory = _Memory(emit)
     for node in list(graph.nodes):
-        if node.op == "call_function" and _writes(node.target):
-            _replace_write(emit, node, written)
+        memory.pass_by(node)
     output = graph.output_node()
     with graph.inserting_before(output):
         for source in inputs_of(graph):
-            if source in written:
-                last = graph.call_function(aten.copy_.default, (source, written[source]))
+            if memory.now[source] is not source:
+                last = graph.call_function(aten.copy_.default, (source, memory.now[source]))
                 last.meta["val"] = source.meta["val"]
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or has_effect(node))
     module.recompile()
@@ -79,8 +82,99 @@ def _read_sizes_off_inputs(emit: Emitter) -> None:
                     emit.graph.erase_node(node)
 
 
-def _replace_write(emit: Emitter, node: Node, written: dict[Node, Node]) -> None:
-    """Turn `op_(x, ...)` into `op(x, ...)` and make later readers of x read the result."""
+class _Memory:
+    """What every value holds now, as the graph is passed by from front to back.
+
+    Attributes:
+        now: value -> the value that holds what its memory holds at this point.
+        views: every value -> the value it is a view of, or None.
+        looks_at: the same of those passed by, former writes included.
+        written: value with memory of its own -> how often it has been written into, itself or through views.
+        seen: view -> that number when it was last looked up.
+    """
+
+    def __init__(self, emit: Emitter) -> None:
+        self.emit = emit
+        self.views = {node: _looked_at(node) for node in emit.graph.nodes}  # of the values as traced
+        self.now: dict[Node, Node] = {}
+        self.looks_at: dict[Node, Node] = {}
+        self.written: dict[Node, int] = {}
+        self.seen: dict[Node, int] = {}
+
+    def pass_by(self, node: Node) -> None:
+        """Let a node read what its operands hold now; if it writes, turn it into a call that returns what it writes."""
+        source = self.views[node]
+        destination = _destination(node) if node.op == "call_function" and _writes(node.target) else None
+        with self.emit.graph.inserting_before(node):
+            fresh = {operand: self.current(operand) for operand in node.all_input_nodes}
+        for operand, value in fresh.items():
+            if value is not operand:
+                node.replace_input_with(operand, value)
+        self.now[node] = node
+        if destination is not None:
+            self.write(node, destination)
+        elif source is not None:
+            self.looks_at[node] = source
+            self.seen[node] = self.written[self.owner(node)]
+        else:
+            self.written[node] = 0
+
+    def owner(self, value: Node) -> Node:
+        """The value whose memory this one lies in."""
+        while value in self.looks_at:
+            value = self.looks_at[value]
+        return value
+
+    def current(self, value: Node) -> Node:
+        """What a value's memory holds now: itself, or looked up anew after a write."""
+        if value not in self.looks_at:
+            return self.now[value]
+        version = self.written[self.owner(value)]
+        if self.seen[value] != version:
+            above = self.looks_at[value]
+            self.now[value] = self._look(value, self.current(above))
+            self.seen[value] = version
+        return self.now[value]
+
+    def _look(self, view: Node, source: Node) -> Node:
+        """The same view of another value."""
+        if view.meta.get(_SAME):
+            return source
+        copy = self.emit.graph.node_copy(view, lambda n: n)
+        copy.args = (source, *copy.args[1:])
+        return copy
+
+    def write(self, node: Node, destination: Node) -> None:
+        """`op_(x, ...)` becomes `op(x, ...)`; x holds the result from here on, and so does what x is a view of."""
+        node.target = _functional_twin(node)
+        value = _in_the_type_of(self.emit, node.args[0], node)  # type: ignore[arg-type]
+        owner, after = self.owner(destination), value.next
+        with self.emit.graph.inserting_before(after):
+            held, at = value, destination
+            while at in self.looks_at:
+                view, at = at, self.looks_at[at]
+                if view.target is operator.getitem:
+                    at = self.looks_at[at]  # of what was cut into pieces
+                held = _write_back(self.emit, view, self.current(at), held, node)
+        self.written[owner] += 1
+        self.now[owner] = held
+        self.now[destination] = value
+        if destination is not owner:
+            self.seen[destination] = self.written[owner]
+        # The call's own result is the destination under another name.
+        self.looks_at[node], self.now[node], self.seen[node] = destination, value, self.written[owner]
+        node.meta[_SAME] = True
+
+
+_SAME = "ridgefill_same_memory"  # meta key of a former write: its result is its first operand
+
+
+def _destination(node: Node) -> Node:
+    """What a call writes into.
+
+    Raises:
+        CannotFill: other than its first operand.
+    """
     schema = node.target._schema  # type: ignore[union-attr]
     destinations = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     destination = node.args[0] if node.args else None
@@ -88,18 +182,36 @@ def _replace_write(emit: Emitter, node: Node, written: dict[Node, Node]) -> None
         raise CannotFill("an op writes other operands than its first", node)
     if not isinstance(destination, Node):
         raise CannotFill("an op writes into something that is not a value of the graph", node)
-    if is_view(destination) or any(is_view(reader) and reader < node for reader in destination.users):
-        raise CannotFill("an op writes through a view, and which other values change cannot be told", node)
-    node.target = _functional_twin(node)
-    new = _in_the_type_of(emit, destination, node)
-    for reader in list(destination.users):
-        if reader > new:
-            reader.replace_input_with(destination, new)
-    origin = next((source for source, last in written.items() if last is destination), destination)
-    for reader in list(node.users):
-        if reader > new:
-            reader.replace_input_with(node, new)
-    written[origin] = new
+    return destination
+
+
+def _write_back(emit: Emitter, view: Node, source: Node, value: Node, write: Node) -> Node:
+    """`source` with `value` where `view` looks at it.
+
+    Raises:
+        CannotFill: the view has no step back (it repeats entries, or overlaps itself).
+    """
+    if view.meta.get(_SAME):
+        return value
+    if view.target is operator.getitem:
+        return _piece_back(emit, view, source, value, write)
+    given = arguments(view)
+    if view.target is aten.slice.Tensor:
+        place = [given[name] for name in ("dim", "start", "end", "step")]
+        return emit(aten.slice_scatter.default, source, value, *place, like=write)
+    if view.target is aten.select.int:
+        return emit(aten.select_scatter.default, source, value, given["dim"], given["index"], like=write)
+    if view.target in (aten.transpose.int, aten.t.default, aten.mT.default):
+        return emit(view.target, value, *view.args[1:], like=write)
+    if view.target is aten.permute.default:
+        order = [dim % len(given["dims"]) for dim in given["dims"]]
+        return emit(aten.permute.default, value, [order.index(dim) for dim in range(len(order))], like=write)
+    if view.target is aten.unsqueeze.default:
+        return emit(aten.squeeze.dim, value, given["dim"], like=write)
+    if view.target in RESHAPES:
+        sizes = [emit.size(size) for size in shape(source)]
+        return emit(aten.reshape.default, value, sizes, like=write)
+    raise CannotFill("an op writes through a view, and which other values change cannot be told", write)
 
 
 def _in_the_type_of(emit: Emitter, destination: Node, node: Node) -> Node:
@@ -110,6 +222,21 @@ def _in_the_type_of(emit: Emitter, destination: Node, node: Node) -> Node:
         return node
     with emit.graph.inserting_after(node):
         return emit(aten._to_copy.default, node, dtype=kept.dtype, like=node)
+
+
+def _piece_back(emit: Emitter, view: Node, source: Node, value: Node, write: Node) -> Node:
+    """`source` with `value` as one of the pieces it is cut into."""
+    cut, number = view.args
+    assert isinstance(cut, Node)
+    assert isinstance(number, int)
+    dim = arguments(cut)["dim"]
+    if cut.target is aten.unbind.int:
+        return emit(aten.select_scatter.default, source, value, dim, number, like=write)
+    if cut.target not in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
+        raise CannotFill("an op writes into one of several results", write)
+    lengths = [piece.shape[dim] for piece in cut.meta["val"][: number + 1]]
+    start, end = emit.size(sum(lengths[:-1])), emit.size(sum(lengths))
+    return emit(aten.slice_scatter.default, source, value, dim, start, end, like=write)
 
 
 def _functional_twin(node: Node) -> Any:
@@ -124,12 +251,30 @@ def _functional_twin(node: Node) -> Any:
 
 def is_view(node: Node) -> bool:
     """Whether a call returns (part of) its operand's memory."""
+    return _looked_at(node) is not None
+
+
+def _looked_at(node: Node) -> Node | None:
+    """The operand whose memory a call returns, if it does. Ops that may copy (`reshape`) are asked for their values."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source = node.args[0]
     schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None:
-        return node.op == "call_function" and node.target is operator.getitem
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments) and (
-        node.target not in NO_OPS
-    )
+    if node.target is operator.getitem:
+        inner = source.args[0] if source.args and isinstance(source.args[0], Node) else None
+        return source if inner is not None and _shares(node, inner) else None
+    if schema is None or node.target in NO_OPS:
+        return None
+    aliases = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+    return source if aliases and _shares(node, source) else None
+
+
+def _shares(node: Node, other: Node) -> bool:
+    """Whether two values lie in the same memory, as far as their fake values know."""
+    mine, theirs = ([x for x in tree_leaves(n.meta.get("val")) if isinstance(x, torch.Tensor)] for n in (node, other))
+    if not mine or not theirs:
+        return True
+    return any(a.untyped_storage()._cdata == b.untyped_storage()._cdata for a in mine for b in theirs)
 
 
 def _drop_no_ops(module: GraphModule) -> None:
