@@ -1,0 +1,239 @@
+"""The gated delta rule, as one operator: DeltaNets whose decay is one number a head, or one a channel of the key.
+
+Per head, with state S [Dk, Dv], decay a_t = exp(g_t) in (0, 1], rate b_t:
+
+    S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T        y_t = q_t^T S_t
+
+In a tile of C rows, with G the running sum of g, the corrections u_t = b_t (v_t - k_t^T a_t S_{t-1}) solve a unit lower
+triangular system (the UT transform), after which all is matrix products:
+
+    M u = b (V - e^G K S_0)      M_ij = b_i k_i.k_j e^(G_i - G_j), j < i;  1 on the diagonal
+    S_C = e^(G_C) S_0 + (e^(G_C - G) K)^T u
+    Y   = e^G Q S_0 + P u        P_ij = q_i.k_j e^(G_i - G_j), j <= i
+
+Every exponent is at most 0, so nothing overflows, however fast the decay. Rows without output need neither Q nor P.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgefill_compile.recurrences.tiles import in_tiles, put, spans, state_only_rows
+
+SMALLEST = 8  # rows of the blocks at which halving ends
+
+
+@torch.library.custom_op("ridgefill::gated_delta_rule", mutates_args=())
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs of the last rows, and the state after all rows, of the gated delta rule.
+
+    Args:
+        query: [B, T, Hk, Dk], those of the last T of the N rows.
+        key: [B, N, Hk, Dk]
+        value: [B, N, Hv, Dv]; each key head serves Hv / Hk consecutive value heads.
+        g: logarithm of the decay, at most 0: [B, N, Hv], or [B, N, Hv, Dk] for one a channel.
+        beta: rate, [B, N, Hv]
+        initial_state: [B, Hv, Dk, Dv]; None is zero.
+        scale: of the query.
+        normalise: whether rows of query and key are first divided by their length.
+
+    Returns:
+        Outputs [B, T, Hv, Dv] in the query's dtype, final state [B, Hv, Dk, Dv] in fp32 (which is what is computed in).
+    """
+    if key.is_cuda and g.dim() == 3 and importlib.util.find_spec("fla") is not None:
+        return _by_fla(query, key, value, g, beta, initial_state, scale, normalise)
+    batch, rows, _, key_dim = key.shape
+    heads, value_dim = value.shape[2:]
+    wanted = query.shape[1]
+    outputs = query.new_empty(batch, wanted, heads, value_dim)
+    state = key.new_zeros(batch * heads, key_dim, value_dim, dtype=torch.float32)
+    if initial_state is not None:
+        state = initial_state.to(torch.float32, copy=True).reshape(state.shape)
+    silent = state_only_rows(rows, wanted)
+    lead = rows - silent - wanted  # rows of the first tile with outputs that are not asked for
+    query = F.pad(query, (0, 0, 0, 0, lead, 0)) if lead > 0 else query
+    for begin, end in ((0, silent), (silent, rows)):
+        for first, last, tile in spans(begin, end, batch * heads * max(key_dim, value_dim), key.device):
+            part = slice(first, last)
+            queries = query[:, first - silent : last - silent] if begin == silent and wanted else None
+            prepared = _prepare(queries, key[:, part], value[:, part], g[:, part], beta[:, part], tile, normalise)
+            state = _run(prepared, state, scale, outputs, first - silent - lead, tile)
+    return outputs, state.unflatten(0, (batch, heads))
+
+
+@gated_delta_rule.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, wanted = query.shape[:2]
+    heads, value_dim = value.shape[2:]
+    outputs = query.new_empty(batch, wanted, heads, value_dim)
+    return outputs, key.new_empty(batch, heads, key.shape[3], value_dim, dtype=torch.float32)
+
+
+class _Prepared:
+    """A stretch of tiles: what the loop over them reads. n tiles of C rows, B batches of H value heads.
+
+    Attributes:
+        inverse: M^-1, [n, B * H, C, C]
+        values: b V, [n, B * H, C, Dv]
+        keys: b e^G K, [n, B * H, C, Dk]
+        late_keys: e^(G_C - G) K, [n, B * H, C, Dk]
+        decay: e^(G_C), [n, B * H, Dk or 1, 1]
+        queries: e^G Q, [n, B * H, C, Dk], and
+        pairs: P, [n, B * H, C, C], if there are outputs.
+    """
+
+    inverse: Tensor
+    values: Tensor
+    keys: Tensor
+    late_keys: Tensor
+    decay: Tensor
+    queries: Tensor | None = None
+    pairs: Tensor | None = None
+
+
+def _prepare(
+    query: Tensor | None, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, tile: int, normalise: bool
+) -> _Prepared:
+    groups = value.shape[2] // key.shape[2]
+    keys = _unit(in_tiles(key, tile)) if normalise else in_tiles(key, tile)
+    total = in_tiles(g, tile).cumsum(2)
+    rate = in_tiles(beta, tile).unsqueeze(-1)
+    pairs = queries = None
+    if query is not None:
+        queries = _unit(in_tiles(query, tile)) if normalise else in_tiles(query, tile)
+    if total.dim() == 4:  # a decay a channel is part of the products
+        keys = _repeated(keys, groups)
+        products = channel_products(keys, keys, total)
+        if queries is not None:
+            queries = _repeated(queries, groups)
+            pairs = channel_products(queries, keys, total)
+    else:
+        between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril_().exp_()
+        products = _repeated(keys @ keys.mT, groups) * between
+        if queries is not None:
+            pairs = (_repeated(queries @ keys.mT, groups) * between).tril_()
+            queries = _repeated(queries, groups)
+        keys, total = _repeated(keys, groups), total.unsqueeze(-1)
+    prepared, decayed = _Prepared(), total.exp()
+    prepared.inverse = inverse_of_unit_lower(products.mul_(rate).tril_(-1))
+    prepared.values = in_tiles(value, tile) * rate
+    prepared.keys = (keys * decayed).mul_(rate)
+    prepared.late_keys = (total[:, :, -1:] - total).exp() * keys
+    prepared.decay = decayed[:, :, -1].unsqueeze(-1)
+    if queries is not None:
+        prepared.queries, prepared.pairs = queries * decayed, pairs
+    return prepared
+
+
+def _run(tiles: _Prepared, state: Tensor, scale: float, outputs: Tensor, first: int, tile: int) -> Tensor:
+    """The loop over tiles; writes outputs from row `first` on and returns the state after the last tile."""
+    for i in range(tiles.keys.shape[0]):
+        missed = torch.baddbmm(tiles.values[i], tiles.keys[i], state, alpha=-1)
+        corrections = tiles.inverse[i] @ missed
+        if tiles.queries is not None and tiles.pairs is not None:
+            within = tiles.pairs[i] @ corrections
+            put(outputs, first + i * tile, within.baddbmm_(tiles.queries[i], state).mul_(scale))
+        state = torch.baddbmm(tiles.decay[i] * state, tiles.late_keys[i].mT, corrections)
+    return state
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
+
+
+def _repeated(heads: Tensor, times: int) -> Tensor:
+    """`[n, B * H, ...]`, each head `times` times in a row."""
+    return heads.repeat_interleave(times, 1) if times > 1 else heads
+
+
+def inverse_of_unit_lower(strict: Tensor) -> Tensor:
+    """`(I + L)^-1` of strictly lower triangular matrices L [..., C, C], by halves:
+
+        [A 0; B D]^-1 = [A^-1 0; -D^-1 B A^-1  D^-1]
+
+    Exact inverses of blocks, unlike powers of L, do not grow; and on a CPU it is far faster than a batched
+    triangular solve.
+    """
+    size = strict.shape[-1]
+    if size <= SMALLEST:
+        identity = torch.eye(size, dtype=strict.dtype, device=strict.device)
+        small: Tensor = torch.linalg.solve_triangular(strict + identity, identity, upper=False, unitriangular=True)
+        return small
+    half = size // 2
+    result = torch.zeros_like(strict)
+    upper = inverse_of_unit_lower(strict[..., :half, :half])
+    lower = inverse_of_unit_lower(strict[..., half:, half:])
+    result[..., :half, :half], result[..., half:, half:] = upper, lower
+    result[..., half:, :half] = -(lower @ (strict[..., half:, :half] @ upper))
+    return result
+
+
+def channel_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """`sum_d left_id right_jd e^(G_id - G_jd)` for j <= i, else 0, of rows [..., C, D] and running sums G [..., C, D].
+
+    By halves: between a later half and the earlier one, the decay parts at the later half's first row r into
+    `e^(G_i - G_r) e^(G_r - G_j)`, both at most 1, and is folded into the rows of one matrix product.
+    """
+    size = left.shape[-2]
+    if size <= SMALLEST:
+        between = (total.unsqueeze(-2) - total.unsqueeze(-3)).clamp_(max=0).exp_()
+        return torch.einsum("...id,...jd,...ijd->...ij", left, right, between).tril_()
+    half = size // 2
+    result = left.new_zeros(*left.shape[:-1], size)
+    early, late = (..., slice(half), slice(None)), (..., slice(half, None), slice(None))
+    turn = total[..., half : half + 1, :]
+    result[..., :half, :half] = channel_products(left[early], right[early], total[early])
+    result[..., half:, half:] = channel_products(left[late], right[late], total[late])
+    after = left[late] * (total[late] - turn).exp_()
+    result[..., half:, :half] = after @ (right[early] * (turn - total[early]).exp_()).mT
+    return result
+
+
+def _by_fla(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
+    """By the kernels of flash-linear-attention, where they are installed. Not covered by tests: none runs on a CPU."""
+    kernels = importlib.import_module("fla.ops.gated_delta_rule")
+    lead = key.shape[1] - query.shape[1]
+    outputs, state = kernels.chunk_gated_delta_rule(
+        F.pad(query, (0, 0, 0, 0, lead, 0)) if lead > 0 else query,
+        key,
+        value,
+        g=g,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=normalise,
+    )
+    return outputs[:, lead:].clone(memory_format=torch.contiguous_format), state

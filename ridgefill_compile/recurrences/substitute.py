@@ -1,0 +1,217 @@
+"""Recurrences of modelling files, replaced by operators while Dynamo traces. Eager runs keep the model's own.
+
+Every modelling file holds its own copy of such a function, so it is recognised by its parameters, and then held to
+ground truth: it is run beside the operator on small random inputs and replaced only if the results agree. A function
+with the right parameters and other arithmetic stays as it is, and the reason is kept.
+
+The replacement is for inference. Where gradients are enabled, or sequences are packed into one, the traced call is the
+model's own function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ridgefill_compile.recurrences.signatures import SIGNATURES, Arguments, Signature
+
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest entry
+_FAILS = "fails on a sample"
+_PACKED = ("cu_seqlens", "seq_idx")  # arguments that say where packed sequences begin
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """What became of one function.
+
+    Attributes:
+        function: its name.
+        module: the module that defines it.
+        operator: name of the operator that Dynamo now sees in its place, or None.
+        reason: why there is none; empty if there is one.
+    """
+
+    function: str
+    module: str
+    operator: str | None
+    reason: str = ""
+
+
+_lock = threading.Lock()
+_done: dict[types.FunctionType, Substitution] = {}
+
+
+def substitute_recurrences(
+    model_or_modules: nn.Module | Iterable[types.ModuleType] | None = None,
+) -> list[Substitution]:
+    """Substitute every recurrence of the given model's or modules' source that an operator computes as well.
+
+    Safe to call again and from several threads: each function is tried once.
+
+    Args:
+        model_or_modules: a model (then the modules that define its parts are searched), modules, or None for all
+            modelling files of transformers loaded so far.
+
+    Returns:
+        One entry a function that looks like a recurrence, substituted or not.
+    """
+    found = []
+    with _lock, _small_work():
+        for function in _functions(_modules(model_or_modules)):
+            candidates = [signature for signature in SIGNATURES if _looks_like(function, signature)]
+            if not candidates:
+                continue
+            if function not in _done:
+                _done[function] = _substitute(function, candidates)
+            found.append(_done[function])
+    return found
+
+
+@contextlib.contextmanager
+def _small_work() -> Iterator[None]:
+    """No gradients and one thread: toy tensors gain nothing from threads, and on a busy machine lose much."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _modules(given: nn.Module | Iterable[types.ModuleType] | None) -> list[types.ModuleType]:
+    if given is None:
+        names = sorted(name for name in sys.modules if name.startswith("transformers.models.") and "modeling_" in name)
+    elif isinstance(given, nn.Module):
+        classes = {base for module in given.modules() for base in type(module).__mro__}
+        names = sorted({c.__module__ for c in classes} - {"builtins"})
+        names = [name for name in names if not name.startswith("torch.")]
+    else:
+        return list(given)
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def _functions(modules: Iterable[types.ModuleType]) -> Iterator[types.FunctionType]:
+    """Functions that the modules define, each once."""
+    seen: set[types.FunctionType] = set()
+    for module in modules:
+        for value in list(vars(module).values()):
+            if isinstance(value, types.FunctionType) and value.__module__ == module.__name__ and value not in seen:
+                seen.add(value)
+                yield value
+
+
+def _parameters(function: types.FunctionType) -> dict[str, inspect.Parameter]:
+    named = inspect.signature(function).parameters.items()
+    return {name: p for name, p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+
+
+def _looks_like(function: types.FunctionType, signature: Signature) -> bool:
+    names = function.__code__.co_varnames
+    if "args" not in names and not signature.required <= set(names):
+        return False  # told without asking for the signature, which takes long for thousands of functions
+    parameters = _parameters(function).keys()
+    return signature.required <= parameters <= signature.required | signature.known
+
+
+def _substitute(function: types.FunctionType, candidates: list[Signature]) -> Substitution:
+    name, module = function.__name__, function.__module__
+    reasons = []
+    for signature in candidates:
+        reason = _difference(function, signature)
+        if reason is None:
+            try:
+                torch.compiler.substitute_in_graph(function, skip_signature_check=True)(_traced(function, signature))
+            except (TypeError, ValueError) as error:
+                return Substitution(name, module, None, f"Dynamo does not take a substitute: {error}")
+            return Substitution(name, module, signature.operator)
+        reasons.append(reason)
+    telling = [reason for reason in reasons if not reason.startswith(_FAILS)] or reasons
+    return Substitution(name, module, None, telling[0])
+
+
+def _traced(function: types.FunctionType, signature: Signature) -> Callable[..., Any]:
+    """What Dynamo traces where the model calls the function."""
+    names, defaults = tuple(_parameters(function)), _defaults(function)
+    compute, original = signature.compute, _copy(function)
+
+    def substituted(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        packed = any(given.get(name) is not None for name in _PACKED)
+        if torch.is_grad_enabled() or packed:
+            return original(*args, **kwargs)
+        return compute(given)
+
+    return substituted
+
+
+def _copy(function: types.FunctionType) -> types.FunctionType:
+    """The function under another identity, for which nothing is substituted."""
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _defaults(function: types.FunctionType) -> Arguments:
+    return {name: p.default for name, p in _parameters(function).items() if p.default is not p.empty}
+
+
+def _difference(function: types.FunctionType, signature: Signature) -> str | None:
+    """Why the operator is no substitute, found on the samples; None if it is one.
+
+    Decorators that choose between a kernel and the function as written are looked through: where a kernel is chosen, it
+    needs a GPU, and is meant to compute the same.
+    """
+    plain = inspect.unwrap(function)
+    taken = _parameters(function).keys()
+    defaults = _defaults(function)
+    for sample, optional in signature.samples():
+        arguments = {name: value for name, value in sample.items() if name in taken}
+        try:
+            expected = plain(**_own(arguments))
+        except Exception as error:
+            if optional:
+                continue
+            return f"{_FAILS}: {type(error).__name__}: {error}"
+        actual = signature.compute({**defaults, **_own(sample), **_own(arguments)})
+        reason = _disagreement(expected, actual, sample)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _own(arguments: Arguments) -> Arguments:
+    """Tensors of its own, so that a function that writes into its arguments is seen as it is."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def _disagreement(expected: Any, actual: Any, sample: Arguments) -> str | None:
+    mine, shape = pytree.tree_flatten(actual)
+    theirs, other_shape = pytree.tree_flatten(expected)
+    if shape != other_shape:
+        return "returns other things"
+    coarsest = max(_TOLERANCE.get(value.dtype, 0.0) for value in sample.values() if isinstance(value, Tensor))
+    for a, b in zip(mine, theirs, strict=True):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            if a is not b:
+                return "returns other things"
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"returns {b.dtype} {list(b.shape)}, the operator {a.dtype} {list(a.shape)}"
+        allowed = coarsest if b.dtype.itemsize < 4 else _TOLERANCE[torch.float32]
+        off = (a.double() - b.double()).abs().max().item() / max(b.double().abs().max().item(), 1e-30)
+        if not off <= allowed:
+            return f"computes something else: off by {off:.1e} of the largest entry"
+    return None

@@ -1,0 +1,76 @@
+"""What passes need to know of each recurrence: which operands only the outputs read, and what a scan computes.
+
+A rule that narrows a recurrence to its last rows narrows the `query_side` operands and nothing else: every other
+operand is read whole, by the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from ridgefill_compile.passes.calls import arguments, shape
+from ridgefill_compile.recurrences import delta_rule  # noqa: F401  (registers its operator)
+from ridgefill_compile.recurrences.delta_rule import SMALLEST
+from ridgefill_compile.recurrences.tiles import TILE
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """One operator. It returns (outputs, final state).
+
+    Attributes:
+        op: the operator.
+        row_dim: dimension of rows in the outputs and in the query side.
+        query_side: names of the operands that only outputs read. They may have fewer rows than the others: the last
+            ones, and as many outputs come out.
+        outputs: name of the argument that says how many last rows to put out (-1: all), where there is no query side.
+        multiply_adds: multiply-adds of a call (of a node with fake values), with or without outputs of all rows.
+    """
+
+    op: OpOverload
+    row_dim: int
+    query_side: tuple[str, ...]
+    outputs: str | None
+    multiply_adds: Callable[[Node], sympy.Expr]
+
+
+def _sizes(operand: Any) -> list[sympy.Expr]:
+    assert isinstance(operand, Node)
+    assert isinstance(operand.meta["val"], Tensor)
+    return [sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in shape(operand)]
+
+
+def _gated_delta_rule(node: Node) -> sympy.Expr:
+    """Per row and head: products with rows of the tile, the tile's inverse, and three products with the state."""
+    given = arguments(node)
+    batch, rows, key_heads, key_dim = _sizes(given["key"])
+    heads, value_dim = _sizes(given["value"])[2:]
+    wanted = _sizes(given["query"])[1]
+    with_state = heads * key_dim * value_dim
+    within = heads * TILE * value_dim
+    if len(_sizes(given["g"])) == 4:
+        pairs = heads * key_dim * sympy.Rational(TILE + SMALLEST, 2)
+    else:
+        pairs = key_heads * key_dim * TILE
+    inverse = heads * sympy.Rational(TILE**2, 3)
+    for_state = pairs + inverse + within + 2 * with_state
+    for_outputs = pairs + within + with_state
+    return batch * (rows * for_state + wanted * for_outputs)
+
+
+_ops = torch.ops.ridgefill
+
+RECURRENCES: dict[OpOverload, Recurrence] = {
+    recurrence.op: recurrence
+    for recurrence in [
+        Recurrence(_ops.gated_delta_rule.default, 1, ("query",), None, _gated_delta_rule),
+    ]
+}

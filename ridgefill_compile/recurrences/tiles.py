@@ -1,0 +1,50 @@
+"""Rows of a recurrence, in tiles: what is shared by the scans that loop over tiles of rows.
+
+Inside a tile everything is matrix products; only the state goes from tile to tile. Tiles are 64 rows, which balances
+the products inside a tile (they grow with its rows) against those with the state (they do not). What is computed does
+not depend on the tile, only its rounding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+TILE = 64
+
+
+def state_only_rows(rows: int, outputs: int) -> int:
+    """First rows that only the state needs, whole tiles of them, if the last `outputs` of `rows` are to be put out."""
+    return rows if outputs == 0 else (rows - outputs) // TILE * TILE
+
+
+def spans(start: int, stop: int, floats_per_row: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
+    """Stretches of rows to prepare at once: (first, last + 1, rows a tile), a rest of less than a tile by itself.
+
+    On a CPU a stretch is what fits its caches; on a GPU it is long, so that kernels are few. So memory does not grow
+    with the length.
+    """
+    budget = 2**20 if device.type == "cpu" else 2**26
+    step = max(1, budget // (floats_per_row * TILE)) * TILE
+    whole = start + (stop - start) // TILE * TILE
+    for first in range(start, whole, step):
+        yield first, min(first + step, whole), TILE
+    if whole < stop:
+        yield whole, stop, stop - whole
+
+
+def in_tiles(rows: Tensor, tile: int) -> Tensor:
+    """`[B, N, H, ...]` as `[N / tile, B * H, tile, ...]` in fp32, contiguous: each tile a batch of matrices."""
+    batch, heads, rest = rows.shape[0], rows.shape[2], rows.shape[3:]
+    apart: Tensor = rows.unflatten(1, (-1, tile)).movedim((1, 0, 3, 2), (0, 1, 2, 3))
+    return apart.to(torch.float32).reshape(-1, batch * heads, tile, *rest)
+
+
+def put(outputs: Tensor, first: int, tile: Tensor) -> None:
+    """Write a tile's outputs `[B * H, C, D]` to `outputs[:, first : first + C]`; rows before row 0 drop out."""
+    batch, heads = outputs.shape[0], outputs.shape[2]
+    apart = tile.unflatten(0, (batch, heads)).transpose(1, 2)
+    skip = max(0, -first)
+    outputs[:, first + skip : first + apart.shape[1]] = apart[:, skip:]

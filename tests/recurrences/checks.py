@@ -1,0 +1,116 @@
+"""What every recurrence is held to, against a slow loop over rows in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgefill_compile.recurrences import RECURRENCES, Recurrence
+
+Arguments = dict[str, Any]
+
+LENGTHS = (1, 2, 7, 8, 9, 31, 63, 64, 65, 100, 127, 128, 129, 130)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator and its definition.
+
+    Attributes:
+        operator: name in `torch.ops.ridgefill`.
+        draw: arguments for (batch, rows, with initial state, dtype).
+        loop: (outputs of all rows, final state) of arguments in float64, row by row.
+    """
+
+    operator: str
+    draw: Callable[[int, int, bool, torch.dtype], Arguments]
+    loop: Callable[[Arguments], tuple[Tensor, Tensor]]
+
+    @property
+    def recurrence(self) -> Recurrence:
+        return RECURRENCES[getattr(torch.ops.ridgefill, self.operator).default]
+
+    def run(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+        return self.recurrence.op(**arguments)
+
+    def narrowed(self, arguments: Arguments, wanted: int) -> Arguments:
+        """The same call for the last rows' outputs alone."""
+        changes: Arguments = {}
+        for name in self.recurrence.query_side:
+            operand, dim = arguments[name], self.recurrence.row_dim
+            changes[name] = operand.narrow(dim, operand.shape[dim] - wanted, wanted)
+        if self.recurrence.outputs is not None:
+            changes[self.recurrence.outputs] = wanted
+        return arguments | changes
+
+
+def close(actual: Tensor, expected: Tensor, allowed: float = 1e-5) -> None:
+    """Equal to `allowed` times the largest entry."""
+    assert actual.shape == expected.shape
+    if expected.numel():
+        off = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
+        assert off <= allowed, f"off by {off:.1e} of the largest entry"
+
+
+def doubled(arguments: Arguments) -> Arguments:
+    return {k: v.double() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+def check_lengths(case: Case, with_state: bool) -> None:
+    for rows in LENGTHS:
+        arguments = case.draw(2, rows, with_state, torch.float32)
+        for actual, expected in zip(case.run(arguments), case.loop(doubled(arguments)), strict=True):
+            close(actual, expected)
+
+
+def check_narrowed(case: Case) -> None:
+    """Fewer rows of outputs are the last ones, and the state does not change with them."""
+    for rows in (50, 64, 200):
+        arguments = case.draw(2, rows, True, torch.float32)
+        outputs, state = case.loop(doubled(arguments))
+        dim = case.recurrence.row_dim
+        for wanted in sorted({0, 1, 5, 49, 50, 64, 65, 127, 128, 136, 199, 200}):
+            if wanted <= rows:
+                some, same_state = case.run(case.narrowed(arguments, wanted))
+                close(some, outputs.narrow(dim, rows - wanted, wanted))
+                close(same_state, state)
+
+
+def check_half_precision(case: Case, allowed: float = 1e-2) -> None:
+    """Low-precision operands, outputs in the type of the model's own function, state in fp32."""
+    arguments = case.draw(2, 100, True, torch.bfloat16)
+    (outputs, state), expected = case.run(arguments), case.loop(doubled(arguments))
+    assert state.dtype == torch.float32
+    close(outputs, expected[0], allowed)
+    close(state, expected[1], 1e-5)
+
+
+def check_operands_untouched(case: Case) -> None:
+    """Nothing is written into operands, also not where they come as views, and no result is one of them."""
+    for batch, rows in ((1, 64), (1, 1), (2, 130)):
+        arguments = case.draw(batch, rows, True, torch.float32)
+        before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
+        results = case.run(arguments)
+        memory = {v.untyped_storage().data_ptr() for v in arguments.values() if isinstance(v, Tensor)}
+        assert all(torch.equal(before[k], arguments[k]) for k in before)
+        own = [result.untyped_storage().data_ptr() for result in results]
+        assert not memory & set(own)
+        assert own[0] != own[1]
+        strided = {
+            k: v.transpose(-1, -2).contiguous().transpose(-1, -2) if isinstance(v, Tensor) and v.dim() > 1 else v
+            for k, v in arguments.items()
+        }
+        for actual, expected in zip(case.run(strided), results, strict=True):
+            close(actual, expected, 1e-6)
+
+
+def check_operator(case: Case) -> None:
+    """Schema and fake implementation, for full and narrowed calls, by torch's own checker."""
+    for with_state, wanted in ((False, 70), (True, 9)):
+        arguments = case.narrowed(case.draw(2, 70, with_state, torch.float32), wanted)
+        for tests in ("test_schema", "test_faketensor"):
+            torch.library.opcheck(case.recurrence.op, (), arguments, test_utils=tests)

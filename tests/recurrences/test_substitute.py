@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+
+from ridgefill_compile.capture import capture
+from ridgefill_compile.recurrences import RECURRENCES
+from ridgefill_compile.recurrences.substitute import Substitution, substitute_recurrences
+from tests.recurrences.checks import close
+
+
+class Captured:
+    """A backend that keeps the graph of every compilation and runs it as captured."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphModule] = []
+
+    def __call__(self, module: GraphModule, inputs: object) -> GraphModule:
+        self.graphs.append(capture(module))
+        return self.graphs[-1]
+
+    def operators(self) -> list[str]:
+        """Names of the recurrences in the last graph."""
+        return [node.target.__name__ for node in self.graphs[-1].graph.nodes if node.target in RECURRENCES]
+
+
+def delta_net() -> PreTrainedConfig:
+    return Qwen3_5TextConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=4,
+        layer_types=["linear_attention", "full_attention"],
+    )
+
+
+MODELS = {"delta_net": (delta_net, ["gated_delta_rule.default"])}
+
+
+@pytest.fixture(params=MODELS, name="model")
+def _model(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, list[str]]:
+    config, operators = MODELS[request.param]
+    return AutoModelForCausalLM.from_config(config()).eval(), operators
+
+
+def test_one_graph_for_every_length(model):
+    """One node a scan; the third length and later ones, of fewer or more tiles, compile nothing."""
+    model, operators = model
+    substituted = substitute_recurrences(model)
+    assert any(s.operator for s in substituted), substituted
+    captured = Captured()
+    compiled = torch.compile(model, backend=captured)
+    with torch.no_grad():
+        for rows in (70, 200, 333, 65):
+            ids = torch.randint(0, 64, (2, rows))
+            expected, actual = model(ids, use_cache=True), compiled(ids, use_cache=True)
+            close(actual.logits, expected.logits)
+            check_same_cache(actual.cache, expected.cache)
+            if rows <= 200:  # the first length is compiled for itself, the second for every one
+                assert captured.operators() == operators
+    assert len(captured.graphs) == 2
+    sizes = [sum(node.op == "call_function" for node in graph.graph.nodes) for graph in captured.graphs]
+    assert abs(sizes[0] - sizes[1]) < 20, "the graph does not grow with the rows"
+
+
+def check_same_cache(actual, expected) -> None:
+    for mine, theirs in zip(actual.layers, expected.layers, strict=True):
+        states = {k: v for k, v in vars(theirs).items() if isinstance(v, torch.Tensor | dict | list)}
+        for name, value in states.items():
+            mine_flat, theirs_flat = (torch.utils._pytree.tree_leaves(v) for v in (getattr(mine, name), value))
+            for a, b in zip(mine_flat, theirs_flat, strict=True):
+                if isinstance(b, torch.Tensor):
+                    close(a, b)
+                    assert a.dtype == b.dtype
+
+
+def test_a_continued_prompt_starts_from_its_state():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(delta_net()).eval()
+    substitute_recurrences(model)
+    captured = Captured()
+    compiled = torch.compile(model, backend=captured)
+    ids = torch.randint(0, 64, (1, 150))
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = compiled(ids[:, :70], use_cache=True).cache
+        actual = compiled(ids[:, 70:], cache=cache, use_cache=True).logits
+    assert captured.operators() == ["gated_delta_rule.default"]
+    close(actual, expected[:, 70:])
+
+
+def test_gradients_are_the_models_own():
+    """Operators have no backward: with gradients enabled the traced call is the function itself."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(delta_net()).eval()
+    substitute_recurrences(model)
+    captured: list[GraphModule] = []
+
+    def backend(module: GraphModule, inputs: object) -> object:
+        captured.append(module)
+        return module.forward
+
+    ids = torch.randint(0, 64, (1, 70))
+    loss = torch.compile(model, backend=backend)(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert not any("gated_delta_rule" in str(node.target) for node in captured[0].graph.nodes)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def planted(source: str) -> types.ModuleType:
+    """A modelling file with its own copy of a function, changed."""
+    module = types.ModuleType("planted_modeling_file")
+    exec(compile(source, module.__name__, "exec"), module.__dict__)
+    return module
+
+
+HALF_BETA = """
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as right
+
+def chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+                           use_qk_l2norm_in_kernel=False, **kwargs):
+    return right(query, key, value, g, beta / 2, chunk_size, initial_state, output_final_state,
+                 use_qk_l2norm_in_kernel)
+"""
+
+
+def test_other_arithmetic_is_refused():
+    (refused,) = substitute_recurrences([planted(HALF_BETA)])
+    assert refused.operator is None
+    assert "computes something else" in refused.reason
+    (accepted,) = substitute_recurrences([planted(HALF_BETA.replace("beta / 2", "beta"))])
+    assert accepted == Substitution("chunk_gated_delta_rule", "planted_modeling_file", "gated_delta_rule")
+
+
+def test_what_fails_or_returns_other_things_is_refused():
+    raising = HALF_BETA.replace("return right(", "raise KeyError('beta') or (")
+    (refused,) = substitute_recurrences([planted(raising)])
+    assert "fails on a sample: KeyError" in refused.reason
+    (refused,) = substitute_recurrences([planted(HALF_BETA.replace("return right(", "return [0], right("))])
+    assert refused.reason == "returns other things"
+
+
+def test_unknown_parameters_are_not_tried():
+    assert substitute_recurrences([planted(HALF_BETA.replace("use_qk_l2norm_in_kernel=False", "window=7"))]) == []
+
+
+def test_each_function_once_from_any_thread():
+    results: list[list[Substitution]] = []
+    threads = [threading.Thread(target=lambda: results.append(substitute_recurrences([qwen3_5]))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert all(result == results[0] for result in results)
+
+
+def test_no_model_means_every_loaded_modelling_file():
+    assert any(s.module == qwen3_5.__name__ for s in substitute_recurrences())
+    assert substitute_recurrences(nn.Linear(2, 2)) == []
+    assert "transformers.models.qwen3_5.modeling_qwen3_5" in sys.modules
