@@ -23,7 +23,7 @@ from ridgefill_compile.passes.calls import (
     rewrite,
     shape,
 )
-from ridgefill_compile.passes.rows import IntLike, Rows, at_least, same
+from ridgefill_compile.passes.rows import IntLike, Rows, at_least, plain, same
 
 # ---------------------------------------------------------------- shapes
 
@@ -45,6 +45,7 @@ def same_rows_in(rows: Rows, result: Sequence[IntLike], source: Sequence[IntLike
         [B, N, H * D] -> [B, N, H, D]   rows on dim 1 -> dim 1
         [B, N, d]     -> [B * N, d]     rows on dim 0 in B blocks -> dim 1
         [B * N, d]    -> [B, N, d]      rows on dim 1 -> dim 0 in B blocks
+        [N, k, d]     -> [N * k, d]     last k * T of dim 0 -> last T of dim 0
     """
     length = result[rows.dim] // rows.blocks
     outer = product(result[: rows.dim]) * rows.blocks
@@ -53,8 +54,25 @@ def same_rows_in(rows: Rows, result: Sequence[IntLike], source: Sequence[IntLike
         if same(before, outer) and same(source[dim], length):
             return Rows(dim, rows.last)
         blocks = outer if same(before, 1) else outer // before
-        if same(before * blocks, outer) and same(source[dim], blocks * length):
-            return Rows(dim, rows.last, blocks)
+        if not same(before * blocks, outer):
+            continue
+        last = scaled(rows.last, source[dim], blocks * length)
+        if last is not None:
+            return Rows(dim, last, blocks)
+    return None
+
+
+def scaled(last: int, size: IntLike, other: IntLike) -> int | None:
+    """How many of `size` entries `last` of `other` equally long ones are: their ratio, if that comes out even."""
+    if same(size, other):
+        return last
+    for factor in (size // other, other // size):
+        ratio = plain(factor)
+        if ratio is not None and ratio > 1:
+            if same(size, other * ratio):
+                return last * ratio
+            if same(other, size * ratio) and last % ratio == 0:
+                return last // ratio
     return None
 
 

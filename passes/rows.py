@@ -66,6 +66,14 @@ def at_least(left: IntLike, right: IntLike) -> bool:
     return bool(statically_known_true(left >= right))
 
 
+def plain(size: IntLike) -> int | None:
+    """The number a size is whatever the symbols stand for, if it is one. Adds no guard."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.shape_env.simplify(size.node.expr)
+    return int(expression) if expression.is_Integer else None
+
+
 def at_most(size: IntLike) -> int | None:
     """A plain number that `size` is known not to exceed, if there is one. Adds no guard."""
     if isinstance(size, int):

@@ -17,7 +17,7 @@ Pointwise ops are recognised by `torch.Tag.pointwise`; everything else is one li
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.fx import Node
@@ -33,7 +33,7 @@ from ridgefill_compile.passes.arithmetic_rules import (
     pointwise,
     reduction,
 )
-from ridgefill_compile.passes.calls import Rule, aten, first_operand
+from ridgefill_compile.passes.calls import Call, Rule, aten, first_operand
 from ridgefill_compile.passes.layout_rules import (
     cat,
     embedding,
@@ -59,6 +59,15 @@ from ridgefill_compile.passes.layout_rules import (
     unsqueeze,
     view_as_real,
 )
+from ridgefill_compile.passes.rows import Rows
+
+
+@runtime_checkable
+class RowByRow(Protocol):
+    """A call that brings its own rule: a region of several ops that was proved as one."""
+
+    def rule(self, node: Node, rows: Rows) -> Call | None:
+        """See `Rule`."""
 
 
 def rule_for(node: Node) -> Rule | None:
@@ -68,6 +77,8 @@ def rule_for(node: Node) -> Rule | None:
     rule = RULES.get(node.target)
     if rule is not None:
         return rule
+    if isinstance(node.target, RowByRow):
+        return node.target.rule
     tags = getattr(node.target, "tags", ())
     if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
         return pointwise

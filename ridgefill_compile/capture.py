@@ -2,7 +2,8 @@
 
 Dynamo's graph speaks the language of the model's source (`F.linear`, `x.view`, `operator.add`): several spellings for
 each operation. Re-running it under make_fx, before autograd and backends take composite ops apart, leaves about 90
-distinct ATen ops, `aten.linear` and `aten.scaled_dot_product_attention` among them.
+distinct ATen ops, `aten.linear` and `aten.scaled_dot_product_attention` among them. Mixtures of experts, which
+are several ops in one, become one call (`passes/experts.py`); whoever hands the graph on writes them out again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.emit import inputs_of
+from ridgefill_compile.passes.experts import collapse
 from ridgefill_compile.passes.functionalize import functionalize
 
 ARGUMENT = "ridgefill_argument"  # meta key of an input: Dynamo's name for it, which tells the model's argument
@@ -47,7 +49,7 @@ def capture(module: GraphModule) -> GraphModule:
     for node in traced.graph.nodes:  # make_fx records constants in a fake mode of its own
         if node.op == "get_attr":
             node.meta["val"] = mode.from_tensor(getattr(traced, node.target), static_shapes=True)
-    return functionalize(traced)
+    return collapse(functionalize(traced))
 
 
 def _fake_mode(values: list[Any]) -> FakeTensorMode:

@@ -15,6 +15,7 @@ from ridgefill_compile.capture import capture
 from ridgefill_compile.errors import CalibrationError, CannotFill, OptionError, RidgefillError
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.accumulate import Extra, accumulate
+from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, check_late_states, locate
 from ridgefill_compile.ridge import RidgeStatistics
 
@@ -124,7 +125,7 @@ class StateCollector:
         result, extras = accumulate(captured, located, self.splits, self.stride, rows)
         self.located = located
         self._extras = [e for e in self._extras if (e.kind == "rows") != rows] + extras
-        compiled = inner_compiler(self.options)(result, example_inputs)
+        compiled = inner_compiler(self.options)(expand(result), example_inputs)
         added = len(extras)
 
         def run(*inputs: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ridgefill_compile.passes.calls import CAUSAL_TAIL, arguments, aten, shape
+from ridgefill_compile.passes.experts import GROUPED_PRODUCTS, Region
 
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:
@@ -28,10 +29,20 @@ def multiply_adds(graph: Graph) -> sympy.Expr:
     """Multiply-adds of one run of a graph with fake values."""
     total = sympy.Integer(0)
     for node in graph.nodes:
-        counter = COUNTERS.get(node.target) if node.op == "call_function" else None
+        counter = _counter(node)
         if counter is not None:
             total += counter(node)
     return sympy.expand(total)
+
+
+def _counter(node: Node) -> Callable[[Node], sympy.Expr] | None:
+    if node.op != "call_function":
+        return None
+    if isinstance(node.target, Region):
+        return lambda call: multiply_adds(call.target.alone(call))
+    if str(node.target) in GROUPED_PRODUCTS:
+        return _grouped_product
+    return COUNTERS.get(node.target)
 
 
 def values_of_sizes(graph: Graph) -> dict[sympy.Symbol, int]:
@@ -65,6 +76,13 @@ def _matrix_product(name: str) -> Callable[[Node], sympy.Expr]:
         return _product(shape(node)) * expression(shape(arguments(node)[name])[-1])
 
     return count
+
+
+def _grouped_product(node: Node) -> sympy.Expr:
+    """Each entry meets the matrix of its group."""
+    entries = node.args[0]
+    assert isinstance(entries, Node)
+    return _product(shape(node)) * expression(shape(entries)[-1])
 
 
 def _attention(node: Node) -> sympy.Expr:

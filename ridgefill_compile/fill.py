@@ -19,6 +19,7 @@ from ridgefill_compile.options import Options
 from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import inputs_of
+from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.report import GraphReport
@@ -52,6 +53,7 @@ def fill_graph(
         blocked = blocked_nodes(routed, demands, located)
         graph_report.blocked = [describe_node(node) for node in blocked]
     run("cost", lambda: _count(graph_report, captured, result, located))
+    result = expand(result)
     if options.eliminate and options.route != "oracle":
         check_gain(graph_report, blocked)
     keep_input_sources(result, module)

@@ -232,6 +232,27 @@ FILLED: dict[str, Architecture] = {
     "jais2": Architecture("jais2", _GROUPED, "layer norms, squared ReLU, biases"),
     "hyperclovax": Architecture("hyperclovax", _HEADS, "sandwich norms, multipliers"),
     "cwm": Architecture("cwm", {**_HEADS, **_ALTERNATING}, "sliding and full"),
+    "mixtral": Architecture("mixtral", {**_GROUPED, "num_local_experts": 4}, "experts"),
+    "qwen3_moe": Architecture("qwen3_moe", {**_HEADS, **_EXPERTS}, "experts"),
+    "olmoe": Architecture("olmoe", {**_GROUPED, **_EXPERTS}, "experts"),
+    "gpt_oss": Architecture(
+        "gpt_oss",
+        {**_HEADS, **_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "experts, sinks",
+    ),
+    "deepseek_v3": Architecture(
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+        "experts, latent attention",
+    ),
 }
 
 CORE: tuple[str, ...] = (
@@ -251,6 +272,7 @@ CORE: tuple[str, ...] = (
     "falcon",
     "olmo2",
     "gpt_neo",
+    "mixtral",
 )
 
 REFUSED: dict[str, Architecture] = {
@@ -302,27 +324,6 @@ REFUSED: dict[str, Architecture] = {
             "mamba_chunk_size": 16,
         },
         "attention and recurrence side by side",
-    ),
-    "mixtral": Architecture("mixtral", {**_GROUPED, "num_local_experts": 4}, "experts"),
-    "qwen3_moe": Architecture("qwen3_moe", {**_HEADS, **_EXPERTS}, "experts"),
-    "olmoe": Architecture("olmoe", {**_GROUPED, **_EXPERTS}, "experts"),
-    "gpt_oss": Architecture(
-        "gpt_oss",
-        {**_HEADS, **_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "experts, sinks",
-    ),
-    "deepseek_v3": Architecture(
-        "deepseek_v3",
-        {
-            **_LATENT,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-        },
-        "experts, latent attention",
     ),
     "gemma3n_text": Architecture(
         "gemma3n_text",

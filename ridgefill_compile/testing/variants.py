@@ -17,6 +17,7 @@ from ridgefill_compile.capture import capture
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.eliminate import eliminate
+from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.verify import verify
@@ -102,13 +103,14 @@ class Variants:
             raise CannotFill("no late layer")
         check_wanted_rows(captured.graph, located, self.tail)
         check_late_states(captured.graph, located, self.split)
-        self.graphs = {"exact": captured}
+        self.graphs = {"exact": expand(captured)}
         for name, (way, eliminated) in self.ways.items():
             fill = Fill(way, self.split, self.tail, RandomMaps(located, self.split))
             routed = route(captured, located, fill)
             verify(routed, captured, "route")
             self.graphs[name] = eliminate(routed) if eliminated else routed
             verify(self.graphs[name], routed, "eliminate")
+            self.graphs[name] = expand(self.graphs[name])
         return self.graphs
 
     def run(self, model: nn.Module, *calls: Mapping[str, Any]) -> list[Mapping[str, Sequence[Tensor]]]:
