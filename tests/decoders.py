@@ -17,35 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Cache, PreTrainedModel
 
-VOCABULARY = 199  # a prime, so that no size is taken for another
+from ridgefill_compile.zoo.shrink import enliven, token_ids
+from ridgefill_compile.zoo.sizes import VOCABULARY
+
+__all__ = ["VOCABULARY", "enliven", "token_ids"]  # what tests want of a toy model, beside what is defined here
+
 LAYERS = 4
 WINDOW = 24  # of sliding layers: shorter than the prompts of most tests
-
-
-def enliven(model: nn.Module, seed: int = 0) -> None:
-    """Redraw every weight, in place, so that each of them moves the outputs far beyond rounding.
-
-    The usual initialisation (std 0.02, biases 0, norms 1) makes a tiny model's layers near no-ops, on which a
-    wrong rewrite goes unseen. Matrices get std 1 / sqrt(columns), kept within 0.05 to 0.3. Vectors and
-    constants (biases, norms, decays) keep their place and get noise of std 0.1.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():  # tied weights are listed once
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() < 2 or bool((parameter == parameter.flatten()[0]).all()):
-                parameter.add_(0.1 * noise)
-            else:
-                parameter.copy_(noise * min(max(parameter.shape[-1] ** -0.5, 0.05), 0.3))
-
-
-def token_ids(rows: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    """Random prompt of shape [batch, rows], int64, without special tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (batch, rows), generator=generator)
 
 
 def cache_of(output: Any) -> Cache | None:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from ridgefill_compile.capture import capture
 from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.fill import choose_fill
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.experts import expand
@@ -51,7 +52,9 @@ class Variants:
 
     Attributes:
         ways: name -> (route, whether rows are eliminated).
+        verified: whether every graph is verified, which takes longer than all else.
         graphs: name -> rewritten graph, of the last compiled prompt.
+        captured, routed, narrowed: what the passes made of that prompt's graph, before it is written out to run.
         results: one entry a call that was a prompt: name -> results of the graph.
         refusals: why prompts were not filled.
         compiled: how many prompt graphs were compiled.
@@ -66,7 +69,11 @@ class Variants:
             "eliminated": ("ridge", True),
         }
     )
+    verified: bool = True
     graphs: dict[str, GraphModule] = field(default_factory=dict)
+    captured: GraphModule | None = None
+    routed: dict[str, GraphModule] = field(default_factory=dict)
+    narrowed: dict[str, GraphModule] = field(default_factory=dict)
     results: list[Mapping[str, Sequence[Tensor]]] = field(default_factory=list)
     refusals: list[CannotFill] = field(default_factory=list)
     located: Located | None = None
@@ -96,22 +103,25 @@ class Variants:
 
     def rewrite(self, module: GraphModule) -> dict[str, GraphModule]:
         """The captured graph and its rewritten ones, by name."""
-        captured = capture(module)
-        verify(captured, None, "capture")
+        captured = self.captured = capture(module)
+        self._verify(captured, None, "capture")
         located = self.located = locate(captured.graph)
-        if self.split >= len(located.layers):
-            raise CannotFill("no late layer")
+        choose_fill(located, Options(route="oracle", split=self.split, tail=self.tail), [])
         check_wanted_rows(captured.graph, located, self.tail)
         check_late_states(captured.graph, located, self.split)
         self.graphs = {"exact": expand(captured)}
         for name, (way, eliminated) in self.ways.items():
             fill = Fill(way, self.split, self.tail, RandomMaps(located, self.split))
-            routed = route(captured, located, fill)
-            verify(routed, captured, "route")
-            self.graphs[name] = eliminate(routed) if eliminated else routed
-            verify(self.graphs[name], routed, "eliminate")
-            self.graphs[name] = expand(self.graphs[name])
+            routed = self.routed[name] = route(captured, located, fill)
+            self._verify(routed, captured, "route")
+            self.narrowed[name] = eliminate(routed) if eliminated else routed
+            self._verify(self.narrowed[name], routed, "eliminate")
+            self.graphs[name] = expand(self.narrowed[name])
         return self.graphs
+
+    def _verify(self, module: GraphModule, before: GraphModule | None, name: str) -> None:
+        if self.verified:
+            verify(module, before, name)
 
     def run(self, model: nn.Module, *calls: Mapping[str, Any]) -> list[Mapping[str, Sequence[Tensor]]]:
         """Call the model, compiled once for all calls, under `no_grad`."""
