@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgefill_compile.recurrences.tiles import in_tiles, put, spans, state_only_rows
+from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows
 
 SMALLEST = 8  # rows of the blocks at which halving ends
 
@@ -155,7 +155,8 @@ def _run(tiles: _Prepared, state: Tensor, scale: float, outputs: Tensor, first: 
         corrections = tiles.inverse[i] @ missed
         if tiles.queries is not None and tiles.pairs is not None:
             within = tiles.pairs[i] @ corrections
-            put(outputs, first + i * tile, within.baddbmm_(tiles.queries[i], state).mul_(scale))
+            within.baddbmm_(tiles.queries[i], state).mul_(scale)
+            put(outputs, first + i * tile, in_rows(within.unsqueeze(0), outputs.shape[0]))
         state = torch.baddbmm(tiles.decay[i] * state, tiles.late_keys[i].mT, corrections)
     return state
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ridgefill_compile.recurrences import table  # noqa: F401  (registers the operators)
@@ -54,6 +55,48 @@ def gated_delta_rule(given: Arguments) -> tuple[Tensor, Tensor | None]:
     return outputs, state if given["output_final_state"] else None
 
 
+def selective_scan(given: Arguments) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba-1's scan from an empty state, with its step, skip and gate, which are elementwise."""
+    x, dt = given["hidden_states"], given["dt"]
+    if given["delta_bias"] is not None:
+        dt = dt + given["delta_bias"].to(dt.dtype).unsqueeze(-1)
+    if given["delta_softplus"]:
+        dt = F.softplus(dt)
+    outputs, state = torch.ops.ridgefill.selective_scan(x, dt, given["A"], given["B"], given["C"], None)
+    if given["D"] is not None:
+        outputs = outputs + x * given["D"].unsqueeze(-1)
+    if given["z"] is not None:
+        outputs = outputs * F.silu(given["z"])
+    return (outputs, state) if given["return_last_state"] else outputs
+
+
+def state_space_scan(given: Arguments) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba-2's scan: linear attention of C, B and the inputs of each step. Its state is [B, H, V, K]."""
+    x, dt, low_high = given["hidden_states"].float(), given["dt"], given["dt_limit"]
+    if given["dt_bias"] is not None:
+        dt = dt + given["dt_bias"].to(dt.dtype)
+    if given["dt_softplus"]:
+        dt = F.softplus(dt)
+    dt = torch.clamp(dt, min=low_high[0], max=low_high[1]).float()
+    state = given["initial_states"].mT if given["initial_states"] is not None else None
+    outputs, state = torch.ops.ridgefill.linear_attention(
+        given["C"], given["B"], x * dt.unsqueeze(-1), given["A"].float() * dt, state
+    )
+    if given["D"] is not None:
+        outputs = outputs + given["D"].unsqueeze(-1) * x
+    return (outputs, state.mT.contiguous()) if given["return_final_states"] else outputs
+
+
+def wkv(given: Arguments) -> tuple[Tensor, list[Tensor] | None]:
+    """RWKV-4's average; the state is a list of numerator, denominator and maximum."""
+    state = torch.stack([part.float() for part in given["state"]]) if given["state"] is not None else None
+    outputs, final = torch.ops.ridgefill.wkv(
+        given["time_decay"], given["time_first"], given["key"], given["value"], state, -1
+    )
+    wanted = given["return_state"] or given["state"] is not None
+    return outputs, list(final.unbind()) if wanted else None
+
+
 def _delta_rule_samples(channels: bool) -> Iterator[tuple[Arguments, bool]]:
     """Rows off the tile, with and without a state, with and without unit rows, in bf16; grouped heads where taken."""
     draw = _Draw()
@@ -79,6 +122,66 @@ def _delta_rule_samples(channels: bool) -> Iterator[tuple[Arguments, bool]]:
             yield short | {"use_qk_l2norm_in_kernel": False, "output_final_state": False}, False
 
 
+def _selective_scan_samples() -> Iterator[tuple[Arguments, bool]]:
+    draw = _Draw()
+    for rows, everything, dtype in ((37, True, torch.float32), (70, False, torch.float32), (37, True, torch.bfloat16)):
+        yield (
+            {
+                "hidden_states": draw(2, 6, rows, dtype=dtype),
+                "dt": draw(2, 6, rows, dtype=dtype) if everything else draw(2, 6, rows).abs(),
+                "A": -draw(6, 4).exp(),
+                "B": draw(2, 4, rows, dtype=dtype),
+                "C": draw(2, 4, rows, dtype=dtype),
+                "D": draw(6) if everything else None,
+                "z": draw(2, 6, rows, dtype=dtype) if everything else None,
+                "delta_bias": draw(6) if everything else None,
+                "delta_softplus": everything,
+                "return_last_state": everything,
+            },
+            False,
+        )
+
+
+def _state_space_samples() -> Iterator[tuple[Arguments, bool]]:
+    draw = _Draw()
+    for rows, everything, dtype in (
+        (70, False, torch.float32),
+        (131, True, torch.float32),
+        (70, True, torch.bfloat16),
+    ):
+        yield (
+            {
+                "hidden_states": draw(2, rows, 4, 6, dtype=dtype),
+                "dt": draw(2, rows, 4, dtype=dtype) if everything else draw(2, rows, 4).abs(),
+                "A": -draw(4).exp(),
+                "B": draw(2, rows, 2, 5, dtype=dtype),
+                "C": draw(2, rows, 2, 5, dtype=dtype),
+                "chunk_size": 32,
+                "D": draw(4) if everything else None,
+                "dt_bias": draw(4) if everything else None,
+                "initial_states": draw(2, 4, 6, 5) if everything else None,
+                "dt_softplus": everything,
+                "dt_limit": (0.1, 1.5) if everything else (0.0, float("inf")),
+                "return_final_states": everything,
+            },
+            False,
+        )
+
+
+def _wkv_samples() -> Iterator[tuple[Arguments, bool]]:
+    draw = _Draw()
+    for rows, with_state, dtype in ((37, False, torch.float32), (70, True, torch.float32), (37, True, torch.bfloat16)):
+        arguments: Arguments = {
+            "time_decay": draw(6, dtype=dtype),
+            "time_first": draw(6, dtype=dtype),
+            "key": 3 * draw(2, rows, 6, dtype=dtype),
+            "value": draw(2, rows, 6, dtype=dtype),
+            "state": [draw(2, 6), draw(2, 6).exp(), draw(2, 6)] if with_state else None,
+            "return_state": with_state,
+        }
+        yield arguments, False
+
+
 class _Draw:
     """Random tensors, the same ones every time, whatever the default device, type or seed."""
 
@@ -100,4 +203,30 @@ _DELTA_RULE = Signature(
 SIGNATURES: list[Signature] = [
     _DELTA_RULE,
     dataclasses.replace(_DELTA_RULE, samples=functools.partial(_delta_rule_samples, True)),
+    Signature(
+        operator="selective_scan",
+        required=frozenset(
+            {"hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"}
+        ),
+        known=frozenset({"use_mambapy", "use_associative_scan"}),
+        compute=selective_scan,
+        samples=_selective_scan_samples,
+    ),
+    Signature(
+        operator="linear_attention",
+        required=frozenset(
+            {"hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus"}
+            | {"dt_limit", "return_final_states"}
+        ),
+        known=frozenset(),
+        compute=state_space_scan,
+        samples=_state_space_samples,
+    ),
+    Signature(
+        operator="wkv",
+        required=frozenset({"time_decay", "time_first", "key", "value", "state", "return_state"}),
+        known=frozenset(),
+        compute=wkv,
+        samples=_wkv_samples,
+    ),
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
@@ -17,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from ridgefill_compile.passes.calls import arguments, shape
-from ridgefill_compile.recurrences import delta_rule  # noqa: F401  (registers its operator)
+from ridgefill_compile.recurrences import linear_attention, selective_scan, wkv  # noqa: F401  (register operators)
 from ridgefill_compile.recurrences.delta_rule import SMALLEST
 from ridgefill_compile.recurrences.tiles import TILE
 
@@ -42,10 +41,9 @@ class Recurrence:
     multiply_adds: Callable[[Node], sympy.Expr]
 
 
-def _sizes(operand: Any) -> list[sympy.Expr]:
-    assert isinstance(operand, Node)
-    assert isinstance(operand.meta["val"], Tensor)
-    return [sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in shape(operand)]
+def _sizes(operand: Node | Tensor) -> list[sympy.Expr]:
+    sizes = operand.shape if isinstance(operand, Tensor) else shape(operand)
+    return [sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in sizes]
 
 
 def _gated_delta_rule(node: Node) -> sympy.Expr:
@@ -66,11 +64,40 @@ def _gated_delta_rule(node: Node) -> sympy.Expr:
     return batch * (rows * for_state + wanted * for_outputs)
 
 
+def _linear_attention(node: Node) -> sympy.Expr:
+    given = arguments(node)
+    batch, rows, groups, key_dim = _sizes(given["key"])
+    heads, value_dim = _sizes(given["value"])[2:]
+    wanted = _sizes(given["query"])[1]
+    with_state = heads * key_dim * value_dim
+    within = TILE * (groups * key_dim + heads * value_dim)
+    return batch * (rows * with_state + wanted * (with_state + within))
+
+
+def _selective_scan(node: Node) -> sympy.Expr:
+    """Elementwise work, which is all there is: two multiplications to add to an entry of the state, one to read it."""
+    given = arguments(node)
+    batch, channels, rows = _sizes(given["x"])
+    wanted = _sizes(given["C"])[2]
+    return batch * channels * _sizes(given["A"])[1] * (2 * rows + wanted)
+
+
+def _wkv(node: Node) -> sympy.Expr:
+    """Elementwise work: both sums, and both again with the bonus."""
+    given = arguments(node)
+    batch, rows, channels = _sizes(given["key"])
+    wanted = _sizes(node.meta["val"][0])[1]
+    return batch * channels * 2 * (rows + wanted)
+
+
 _ops = torch.ops.ridgefill
 
 RECURRENCES: dict[OpOverload, Recurrence] = {
     recurrence.op: recurrence
     for recurrence in [
         Recurrence(_ops.gated_delta_rule.default, 1, ("query",), None, _gated_delta_rule),
+        Recurrence(_ops.linear_attention.default, 1, ("query",), None, _linear_attention),
+        Recurrence(_ops.selective_scan.default, 2, ("C",), None, _selective_scan),
+        Recurrence(_ops.wkv.default, 1, (), "outputs", _wkv),
     ]
 }

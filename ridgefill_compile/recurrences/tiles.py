@@ -42,9 +42,13 @@ def in_tiles(rows: Tensor, tile: int) -> Tensor:
     return apart.to(torch.float32).reshape(-1, batch * heads, tile, *rest)
 
 
-def put(outputs: Tensor, first: int, tile: Tensor) -> None:
-    """Write a tile's outputs `[B * H, C, D]` to `outputs[:, first : first + C]`; rows before row 0 drop out."""
-    batch, heads = outputs.shape[0], outputs.shape[2]
-    apart = tile.unflatten(0, (batch, heads)).transpose(1, 2)
+def in_rows(tiles: Tensor, batch: int) -> Tensor:
+    """The inverse: `[n, B * H, C, ...]` as `[B, n C, H, ...]`."""
+    rows: Tensor = tiles.unflatten(1, (batch, -1)).movedim((1, 0, 3, 2), (0, 1, 2, 3)).flatten(1, 2)
+    return rows
+
+
+def put(outputs: Tensor, first: int, rows: Tensor) -> None:
+    """Write rows `[B, n, ...]` to `outputs[:, first : first + n]`; those before row 0 drop out."""
     skip = max(0, -first)
-    outputs[:, first + skip : first + apart.shape[1]] = apart[:, skip:]
+    outputs[:, first + skip : first + rows.shape[1]] = rows[:, skip:]

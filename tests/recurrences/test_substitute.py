@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Mamba2Config,
+    MambaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RwkvConfig,
+)
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
@@ -50,7 +57,33 @@ def delta_net() -> PreTrainedConfig:
     )
 
 
-MODELS = {"delta_net": (delta_net, ["gated_delta_rule.default"])}
+def mamba() -> PreTrainedConfig:
+    return MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1, time_step_rank=4)
+
+
+def mamba2() -> PreTrainedConfig:
+    return Mamba2Config(
+        vocab_size=64,
+        hidden_size=16,
+        state_size=8,
+        num_hidden_layers=1,
+        num_heads=4,
+        head_dim=8,
+        n_groups=2,
+        chunk_size=32,
+    )
+
+
+def rwkv() -> PreTrainedConfig:
+    return RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=512)
+
+
+MODELS = {
+    "delta_net": (delta_net, ["gated_delta_rule.default"]),
+    "mamba": (mamba, ["selective_scan.default"]),
+    "mamba2": (mamba2, ["linear_attention.default"]),
+    "rwkv": (rwkv, ["wkv.default"] * 2),
+}
 
 
 @pytest.fixture(params=MODELS, name="model")
@@ -71,7 +104,7 @@ def test_one_graph_for_every_length(model):
             ids = torch.randint(0, 64, (2, rows))
             expected, actual = model(ids, use_cache=True), compiled(ids, use_cache=True)
             close(actual.logits, expected.logits)
-            check_same_cache(actual.cache, expected.cache)
+            check_same_states(actual, expected)
             if rows <= 200:  # the first length is compiled for itself, the second for every one
                 assert captured.operators() == operators
     assert len(captured.graphs) == 2
@@ -79,15 +112,20 @@ def test_one_graph_for_every_length(model):
     assert abs(sizes[0] - sizes[1]) < 20, "the graph does not grow with the rows"
 
 
-def check_same_cache(actual, expected) -> None:
-    for mine, theirs in zip(actual.layers, expected.layers, strict=True):
-        states = {k: v for k, v in vars(theirs).items() if isinstance(v, torch.Tensor | dict | list)}
-        for name, value in states.items():
-            mine_flat, theirs_flat = (torch.utils._pytree.tree_leaves(v) for v in (getattr(mine, name), value))
-            for a, b in zip(mine_flat, theirs_flat, strict=True):
-                if isinstance(b, torch.Tensor):
-                    close(a, b)
-                    assert a.dtype == b.dtype
+def check_same_states(actual, expected) -> None:
+    """Every tensor of the caches, or of the list of states that a model returns in place of one."""
+
+    def states(result) -> list[torch.Tensor]:
+        if "state" in result:
+            return list(result.state)
+        held = [value for layer in result.cache.layers for value in vars(layer).values()]
+        return [x for x in torch.utils._pytree.tree_leaves(held) if isinstance(x, torch.Tensor)]
+
+    mine, theirs = states(actual), states(expected)
+    assert len(mine) == len(theirs) > 0
+    for a, b in zip(mine, theirs, strict=True):
+        close(a, b)
+        assert a.dtype == b.dtype
 
 
 def test_a_continued_prompt_starts_from_its_state():
