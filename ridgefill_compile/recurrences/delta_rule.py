@@ -155,8 +155,8 @@ def _run(tiles: _Prepared, state: Tensor, scale: float, outputs: Tensor, first: 
         corrections = tiles.inverse[i] @ missed
         if tiles.queries is not None and tiles.pairs is not None:
             within = tiles.pairs[i] @ corrections
-            within.baddbmm_(tiles.queries[i], state).mul_(scale)
-            put(outputs, first + i * tile, in_rows(within.unsqueeze(0), outputs.shape[0]))
+            rows = torch.baddbmm(within, tiles.queries[i], state).mul_(scale)
+            put(outputs, first + i * tile, in_rows(rows.unsqueeze(0), outputs.shape[0]))
         state = torch.baddbmm(tiles.decay[i] * state, tiles.late_keys[i].mT, corrections)
     return state
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.flop_counter import FlopCounterMode
 
+from ridgefill_compile.passes.rows import same
 from ridgefill_compile.recurrences import RECURRENCES, Recurrence
 
 Arguments = dict[str, Any]
@@ -33,6 +39,11 @@ class Case:
     @property
     def recurrence(self) -> Recurrence:
         return RECURRENCES[getattr(torch.ops.ridgefill, self.operator).default]
+
+    @property
+    def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """What the operator runs, open to those who count operations."""
+        return OPDEFS[f"ridgefill::{self.operator}"]._init_fn
 
     def run(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         return self.recurrence.op(**arguments)
@@ -114,3 +125,49 @@ def check_operator(case: Case) -> None:
         arguments = case.narrowed(case.draw(2, 70, with_state, torch.float32), wanted)
         for tests in ("test_schema", "test_faketensor"):
             torch.library.opcheck(case.recurrence.op, (), arguments, test_utils=tests)
+
+
+def check_symbolic_sizes(case: Case) -> None:
+    """One trace serves every length and every number of outputs: no guard ties sizes down."""
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    wanted, dim = 9, case.recurrence.row_dim
+    real = case.narrowed(case.draw(2, 70, True, torch.float32), wanted)
+    arguments = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in real.items()}
+    if case.recurrence.outputs is not None:
+        arguments[case.recurrence.outputs] = shapes.create_unbacked_symint()
+    with mode:
+        outputs, state = case.run(arguments)
+    if case.recurrence.query_side:
+        assert outputs.shape[dim] is not wanted
+        (query,) = (arguments[name] for name in case.recurrence.query_side)
+        assert same(outputs.shape[dim], query.shape[dim])
+    assert [guard.expr for guard in shapes.guards] == []
+    for fake, result in zip((outputs, state), case.run(real), strict=True):
+        assert fake.dtype == result.dtype
+        assert fake.dim() == result.dim()
+
+
+def check_multiply_adds(case: Case, counted: float = 0.02) -> None:
+    """The formula is what matrix products really computed, to a share of `counted` (what else there is)."""
+    for rows, wanted in ((256, 256), (256, 64), (256, 0)):
+        arguments = case.narrowed(case.draw(2, rows, False, torch.float32), wanted)
+        with FlopCounterMode(display=False) as counter:
+            case.function(**arguments)
+        expected = counter.get_total_flops() / 2
+        formula = float(case.recurrence.multiply_adds(traced(case, arguments)))
+        assert abs(formula - expected) <= counted * expected
+
+
+def traced(case: Case, arguments: Arguments) -> Node:
+    """The operator's node in a graph of its own."""
+    graph = Graph()
+    named: dict[str, Any] = {}
+    for name, value in arguments.items():
+        named[name] = value
+        if isinstance(value, Tensor):
+            named[name] = graph.placeholder(name)
+            named[name].meta["val"] = value
+    node = graph.call_function(case.recurrence.op, (), named)
+    node.meta["val"] = case.run(arguments)
+    return node

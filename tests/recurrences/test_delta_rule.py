@@ -70,6 +70,10 @@ def test_fewer_queries_give_the_last_outputs(case):
     checks.check_narrowed(case)
 
 
+def test_multiply_adds_are_what_is_computed(case):
+    checks.check_multiply_adds(case)
+
+
 def test_low_precision(case):
     checks.check_half_precision(case)
 
@@ -80,6 +84,7 @@ def test_operands_are_left_alone(case):
 
 def test_operator_is_sound(case):
     checks.check_operator(case)
+    checks.check_symbolic_sizes(case)
 
 
 def test_steep_decay_neither_overflows_nor_is_lost():

@@ -53,6 +53,15 @@ def test_fewer_outputs_are_the_last():
     checks.check_narrowed(CASE)
 
 
+def test_multiply_adds_without_outputs_are_fewer():
+    counts = [
+        CASE.recurrence.multiply_adds(checks.traced(CASE, CASE.narrowed(draw(2, 64, False, torch.float32), wanted)))
+        for wanted in (0, 32, 64)
+    ]
+    assert 0 < counts[0] < counts[1] < counts[2]
+    assert counts[2] - counts[1] == counts[1] - counts[0]
+
+
 def test_low_precision():
     checks.check_half_precision(CASE)
 
@@ -63,6 +72,7 @@ def test_operands_are_left_alone():
 
 def test_operator_is_sound():
     checks.check_operator(CASE)
+    checks.check_symbolic_sizes(CASE)
 
 
 def test_large_keys_do_not_overflow():
