@@ -126,10 +126,9 @@ def _prepare(
         queries = _unit(in_tiles(query, tile)) if normalise else in_tiles(query, tile)
     if total.dim() == 4:  # a decay a channel is part of the products
         keys = _repeated(keys, groups)
-        products = channel_products(keys, keys, total)
-        if queries is not None:
-            queries = _repeated(queries, groups)
-            pairs = channel_products(queries, keys, total)
+        queries = _repeated(queries, groups) if queries is not None else None
+        products, *rest = channel_products([keys] if queries is None else [keys, queries], keys, total)
+        pairs = rest[0] if rest else None
     else:
         between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril_().exp_()
         products = _repeated(keys @ keys.mT, groups) * between
@@ -192,25 +191,47 @@ def inverse_of_unit_lower(strict: Tensor) -> Tensor:
     return result
 
 
-def channel_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+def channel_products(lefts: list[Tensor], right: Tensor, total: Tensor) -> list[Tensor]:
     """`sum_d left_id right_jd e^(G_id - G_jd)` for j <= i, else 0, of rows [..., C, D] and running sums G [..., C, D].
 
-    By halves: between a later half and the earlier one, the decay parts at the later half's first row r into
-    `e^(G_i - G_r) e^(G_r - G_j)`, both at most 1, and is folded into the rows of one matrix product.
+    Between the later half of a block and the earlier one, the decay parts at the later half's first row r into
+    `e^(G_i - G_r) e^(G_r - G_j)`, both at most 1, and is folded into the rows of one matrix product. Only inside the
+    smallest blocks each pair of rows has an exponential of its own, one diagonal at a time.
     """
-    size = left.shape[-2]
-    if size <= SMALLEST:
-        between = (total.unsqueeze(-2) - total.unsqueeze(-3)).clamp_(max=0).exp_()
-        return torch.einsum("...id,...jd,...ijd->...ij", left, right, between).tril_()
-    half = size // 2
-    result = left.new_zeros(*left.shape[:-1], size)
-    early, late = (..., slice(half), slice(None)), (..., slice(half, None), slice(None))
-    turn = total[..., half : half + 1, :]
-    result[..., :half, :half] = channel_products(left[early], right[early], total[early])
-    result[..., half:, half:] = channel_products(left[late], right[late], total[late])
-    after = left[late] * (total[late] - turn).exp_()
-    result[..., half:, :half] = after @ (right[early] * (turn - total[early]).exp_()).mT
-    return result
+    rows = right.shape[-2]
+    size = SMALLEST
+    while size < rows:
+        size *= 2
+    *lefts, right, total = (F.pad(x, (0, 0, 0, size - rows)) for x in (*lefts, right, total))
+    results = [left.new_zeros(*left.shape[:-1], size) for left in lefts]
+    small_lefts, (small, sums) = _blocks_of_rows(lefts, SMALLEST), _blocks_of_rows([right, total], SMALLEST)
+    for back in range(SMALLEST):
+        late, early = (..., slice(back, None), slice(None)), (..., slice(SMALLEST - back), slice(None))
+        decayed = (sums[late] - sums[early]).clamp_(max=0).exp_().mul_(small[early])
+        for left, result in zip(small_lefts, results, strict=True):
+            diagonal_blocks(result, SMALLEST).diagonal(-back, -2, -1).copy_((left[late] * decayed).sum(-1))
+    half = SMALLEST
+    while half < size:
+        late, early = (..., slice(half, None), slice(None)), (..., slice(half), slice(None))
+        all_lefts, (all_rights, sums) = _blocks_of_rows(lefts, 2 * half), _blocks_of_rows([right, total], 2 * half)
+        turn = sums[..., half : half + 1, :]
+        before = (turn - sums[early]).clamp_(max=0).exp_().mul_(all_rights[early])
+        after = (sums[late] - turn).exp_()
+        for left, result in zip(all_lefts, results, strict=True):
+            diagonal_blocks(result, 2 * half)[..., half:, :half].copy_((left[late] * after) @ before.mT)
+        half *= 2
+    return [result[..., :rows, :rows] for result in results]
+
+
+def _blocks_of_rows(tensors: list[Tensor], size: int) -> list[Tensor]:
+    """[..., n * size, D] as [..., n, size, D]."""
+    return [tensor.unflatten(-2, (-1, size)) for tensor in tensors]
+
+
+def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
+    """The blocks [..., n, size, size] on the diagonal of [..., n * size, n * size], as a view."""
+    apart: Tensor = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return apart.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _by_fla(

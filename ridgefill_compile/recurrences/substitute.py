@@ -112,7 +112,10 @@ def _functions(modules: Iterable[types.ModuleType]) -> Iterator[types.FunctionTy
 
 
 def _parameters(function: types.FunctionType) -> dict[str, inspect.Parameter]:
-    named = inspect.signature(function).parameters.items()
+    try:
+        named = inspect.signature(function).parameters.items()
+    except (TypeError, ValueError):
+        return {}  # a signature of its own that is none
     return {name: p for name, p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
 
 

@@ -16,8 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from ridgefill_compile.passes.calls import arguments, shape
-from ridgefill_compile.recurrences import linear_attention, selective_scan, wkv  # noqa: F401  (register operators)
-from ridgefill_compile.recurrences.delta_rule import SMALLEST
+from ridgefill_compile.recurrences import delta_rule, linear_attention, selective_scan, wkv  # noqa: F401  (they register)
 from ridgefill_compile.recurrences.tiles import TILE
 
 
@@ -55,7 +54,7 @@ def _gated_delta_rule(node: Node) -> sympy.Expr:
     with_state = heads * key_dim * value_dim
     within = heads * TILE * value_dim
     if len(_sizes(given["g"])) == 4:
-        pairs = heads * key_dim * sympy.Rational(TILE + SMALLEST, 2)
+        pairs = heads * key_dim * sympy.Rational(TILE + 1, 2)  # those with j <= i alone
     else:
         pairs = key_heads * key_dim * TILE
     inverse = heads * sympy.Rational(TILE**2, 3)

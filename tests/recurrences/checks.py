@@ -148,7 +148,7 @@ def check_symbolic_sizes(case: Case) -> None:
         assert fake.dim() == result.dim()
 
 
-def check_multiply_adds(case: Case, counted: float = 0.02) -> None:
+def check_multiply_adds(case: Case, counted: float = 0.03) -> None:
     """The formula is what matrix products really computed, to a share of `counted` (what else there is)."""
     for rows, wanted in ((256, 256), (256, 64), (256, 0)):
         arguments = case.narrowed(case.draw(2, rows, False, torch.float32), wanted)

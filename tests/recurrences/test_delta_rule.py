@@ -108,9 +108,10 @@ def test_inverse_of_equal_keys_does_not_blow_up():
     close(inverse_of_unit_lower(odd), torch.linalg.inv(odd.double() + torch.eye(37)))
 
 
-def test_channel_products():
-    left, right = torch.randn(2, 3, 37, 5)
-    total = -torch.rand(3, 37, 5).cumsum(1) * 20
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 37, 64])
+def test_channel_products(rows):
+    lefts, right = [torch.randn(3, rows, 5), torch.randn(3, rows, 5)], torch.randn(3, rows, 5)
+    total = -torch.rand(3, rows, 5).cumsum(1) * 20
     between = (total.double().unsqueeze(-2) - total.double().unsqueeze(-3)).exp()
-    expected = torch.einsum("bid,bjd,bijd->bij", left.double(), right.double(), between).tril()
-    close(channel_products(left, right, total), expected)
+    for left, result in zip(lefts, channel_products(lefts, right, total), strict=True):
+        close(result, torch.einsum("bid,bjd,bijd->bij", left.double(), right.double(), between).tril())

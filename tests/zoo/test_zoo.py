@@ -1,0 +1,66 @@
+"""Every causal decoder of transformers: filled, right and no wider than need be, or exact with a reason.
+
+The fast tests take a cross-section, one of each family of anatomies.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ridgefill_compile.zoo.pool import check_type
+from ridgefill_compile.zoo.shrink import model_types
+
+FILLED: dict[str, str] = {
+    "llama": "pre-norm, grouped-query",
+    "gpt2": "fused projection, learned positions",
+    "bloom": "ALiBi, residual inside the branch",
+    "opt": "positions counted from the mask",
+    "falcon": "parallel, multi-query",
+    "gpt_neox": "parallel, fused head by head",
+    "phi3": "fused projections",
+    "gemma2": "sandwich norms, softcap, sliding",
+    "gemma3": "a wrapper, two rotary bases",
+    "olmo2": "norms after the branches",
+    "cohere2": "parallel, sliding",
+    "llama4_text": "chunked attention",
+    "minicpm3": "latent attention, dense",
+    "mixtral": "experts",
+    "qwen3_moe": "experts, norms per head",
+    "gpt_oss": "experts, sinks",
+    "deepseek_v3": "experts, latent attention",
+    "bert": "an encoder as a decoder",
+    "bart": "the decoder of a pair",
+    "whisper": "the decoder of a speech model",
+}
+SOUND: dict[str, str] = {
+    "mamba2": "recurrent",
+    "qwen3_next": "recurrent layers and experts",
+    "falcon_h1": "attention and recurrence side by side",
+    "lfm2": "convolutions",
+    "gemma3n_text": "several residual streams",
+    "openai-gpt": "no cache",
+}
+
+
+@pytest.mark.parametrize("kind", FILLED)
+def test_filled_right_and_no_wider_than_need_be(kind: str) -> None:
+    found = check_type(kind, quick=True)
+    assert found.sound, found
+    assert found.filled, found
+    assert found.eliminated, found
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_sound(kind: str) -> None:
+    found = check_type(kind, quick=True)
+    assert found.sound, found
+    assert found.filled or found.reason
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", model_types())
+def test_every_type_in_every_call(kind: str) -> None:
+    found = check_type(kind)
+    assert found.built, found
+    assert found.sound, found
+    assert found.filled or found.reason
