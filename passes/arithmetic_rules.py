@@ -1,4 +1,4 @@
-"""Row rules of arithmetic: elementwise ops, reductions and norms, matrix products, attention."""
+"""Row rules of arithmetic: elementwise ops, reductions and norms, matrix products, attention, recurrences."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ridgefill_compile.passes.calls import (
     shape,
 )
 from ridgefill_compile.passes.rows import Rows, same
+from ridgefill_compile.recurrences.table import RECURRENCES
 
 # ---------------------------------------------------------------- elementwise
 
@@ -163,4 +164,19 @@ def attention(node: Node, rows: Rows) -> Call | None:
         size = shape(mask)
         if not same(size[-2], 1):
             changes["attn_mask"] = Need(mask, rows.at(len(size) - 2))
+    return rewrite(node, **changes)
+
+
+# ---------------------------------------------------------------- recurrences
+
+
+def recurrence(node: Node, rows: Rows) -> Call | None:
+    """Rows of a scan's outputs: those of the query side. The scan itself runs over every row, to its state."""
+    known = RECURRENCES[node.target]  # type: ignore[index]
+    if rows.dim != known.row_dim or not same(rows.blocks, 1):
+        return None
+    given = arguments(node)
+    changes: dict[str, Any] = {name: Need(given[name], rows) for name in known.query_side}
+    if known.outputs is not None:
+        changes[known.outputs] = rows.last
     return rewrite(node, **changes)

@@ -9,6 +9,7 @@ the value is needed whole.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from ridgefill_compile.passes.calls import Call, CausalTail, Need, arguments, at
 from ridgefill_compile.passes.layout_rules import reaches_the_end
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, at_least, at_most, covers, join
 from ridgefill_compile.passes.rules import rule_for
+from ridgefill_compile.recurrences.table import RECURRENCES
 
 
 @dataclass
@@ -124,7 +126,12 @@ def whole_suffix(node: Node) -> Call | None:
     """`x[a:]`, read whole, reads only the last rows of x, if their number is a plain one or known to be at most that.
 
     `x[-k:]` with `1 <= k <= T` becomes `x[-T:][-k:]`: a `logits_to_keep` that changes from call to call is symbolic.
+    A scan's state, read whole, needs no outputs of the scan: one row of them, since something must come out.
     """
+    if node.target is operator.getitem and node.args[1] != 0 and node.args[0].target in RECURRENCES:  # type: ignore[union-attr]
+        scan = node.args[0]
+        assert isinstance(scan, Node)
+        return Call(operator.getitem, (Need(scan, Rows(RECURRENCES[scan.target].row_dim, 1)), node.args[1]))  # type: ignore[index]
     if node.target not in (aten.slice.Tensor, aten.select.int):
         return None
     given = arguments(node)

@@ -71,7 +71,7 @@ class _Writer:
 
     def _narrow_shared_result(self, node: Node, call: Call) -> None:
         """One of several results, whose producer ran on more rows than this one is read on."""
-        if call.target is not operator.getitem:
+        if call.target is not operator.getitem or node not in self.demands.calls:
             return
         need, held = call.args[0], self.demands.on(call.args[0].node)
         if held is EVERYTHING or (isinstance(held, Rows) and held.last != need.rows.last):

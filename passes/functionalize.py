@@ -29,6 +29,13 @@ from ridgefill_compile.passes.demand import has_effect
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
 
 NO_OPS = (aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh.default)
+DROPOUTS = (aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default)
+FRESH = (  # composite ops whose result is always memory of its own
+    aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default, aten.softmax.int,
+    aten.log_softmax.int, aten.scaled_dot_product_attention.default, aten.conv1d.default, aten.one_hot.default,
+    aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.floor_divide.default,
+    aten.zeros_like.default, aten.embedding.default, aten.sort.default, aten.pad.default, aten.outer.default,
+)  # fmt: skip
 RESHAPES = (aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.flatten.using_ints)
 CASTS = (
     aten.to.dtype,
@@ -47,7 +54,6 @@ def functionalize(module: GraphModule) -> GraphModule:
     """
     module = copy_module(module)
     graph = module.graph
-    _drop_no_ops(module)  # first: they are the same memory under another name
     emit = Emitter(graph, fake_mode_of(graph))
     _read_sizes_off_inputs(emit)
     memory = _Memory(emit)
@@ -59,6 +65,7 @@ def functionalize(module: GraphModule) -> GraphModule:
             if memory.now[source] is not source:
                 last = graph.call_function(aten.copy_.default, (source, memory.now[source]))
                 last.meta["val"] = source.meta["val"]
+    _drop_no_ops(module)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or has_effect(node))
     module.recompile()
     return module
@@ -87,19 +94,22 @@ class _Memory:
 
     Attributes:
         now: value -> the value that holds what its memory holds at this point.
-        views: every value -> the value it is a view of, or None.
+        views, operands: every value -> the value it is a view of, or None; and the values it is made of, as traced.
         looks_at: the same of those passed by, former writes included.
         written: value with memory of its own -> how often it has been written into, itself or through views.
         seen: view -> that number when it was last looked up.
+        unsure: value that may be a view -> the owners of what it may look at, and that number when it was computed.
     """
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
         self.views = {node: _looked_at(node) for node in emit.graph.nodes}  # of the values as traced
+        self.operands = {node: node.all_input_nodes for node in emit.graph.nodes}
         self.now: dict[Node, Node] = {}
         self.looks_at: dict[Node, Node] = {}
         self.written: dict[Node, int] = {}
         self.seen: dict[Node, int] = {}
+        self.unsure: dict[Node, list[tuple[Node, int]]] = {}
 
     def pass_by(self, node: Node) -> None:
         """Let a node read what its operands hold now; if it writes, turn it into a call that returns what it writes."""
@@ -116,8 +126,11 @@ class _Memory:
         elif source is not None:
             self.looks_at[node] = source
             self.seen[node] = self.written[self.owner(node)]
+            node.meta[_SAME] = node.meta.get(_SAME, False) or returns_operand(node)
         else:
             self.written[node] = 0
+        if may_share_silently(node):
+            self.unsure[node] = [(owner, self.written[owner]) for owner in map(self.owner, self.operands[node])]
 
     def owner(self, value: Node) -> Node:
         """The value whose memory this one lies in."""
@@ -127,6 +140,8 @@ class _Memory:
 
     def current(self, value: Node) -> Node:
         """What a value's memory holds now: itself, or looked up anew after a write."""
+        if any(self.written[owner] != count for owner, count in self.unsure.get(value, ())):
+            raise CannotFill("an op writes into what may be this value's memory", value)
         if value not in self.looks_at:
             return self.now[value]
         version = self.written[self.owner(value)]
@@ -140,12 +155,16 @@ class _Memory:
         """The same view of another value."""
         if view.meta.get(_SAME):
             return source
+        if view.target is aten.as_strided.default:
+            raise CannotFill("an op writes under a view by strides, which cannot be looked up anew", view)
         copy = self.emit.graph.node_copy(view, lambda n: n)
         copy.args = (source, *copy.args[1:])
         return copy
 
     def write(self, node: Node, destination: Node) -> None:
         """`op_(x, ...)` becomes `op(x, ...)`; x holds the result from here on, and so does what x is a view of."""
+        if may_share_silently(self.owner(destination)):
+            raise CannotFill("an op writes into what may be another value's memory", node)
         node.target = _functional_twin(node)
         value = _in_the_type_of(self.emit, node.args[0], node)  # type: ignore[arg-type]
         owner, after = self.owner(destination), value.next
@@ -229,11 +248,11 @@ def _piece_back(emit: Emitter, view: Node, source: Node, value: Node, write: Nod
     cut, number = view.args
     assert isinstance(cut, Node)
     assert isinstance(number, int)
+    if cut.target not in (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
+        raise CannotFill("an op writes into one of several results", write)
     dim = arguments(cut)["dim"]
     if cut.target is aten.unbind.int:
         return emit(aten.select_scatter.default, source, value, dim, number, like=write)
-    if cut.target not in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
-        raise CannotFill("an op writes into one of several results", write)
     lengths = [piece.shape[dim] for piece in cut.meta["val"][: number + 1]]
     start, end = emit.size(sum(lengths[:-1])), emit.size(sum(lengths))
     return emit(aten.slice_scatter.default, source, value, dim, start, end, like=write)
@@ -263,10 +282,32 @@ def _looked_at(node: Node) -> Node | None:
     if node.target is operator.getitem:
         inner = source.args[0] if source.args and isinstance(source.args[0], Node) else None
         return source if inner is not None and _shares(node, inner) else None
-    if schema is None or node.target in NO_OPS:
+    if schema is None:
         return None
+    if returns_operand(node):
+        return source
     aliases = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
     return source if aliases and _shares(node, source) else None
+
+
+def returns_operand(node: Node) -> bool:
+    """Whether a call returns its first operand itself, under another name."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return False
+    off = node.target in DROPOUTS and not node.args[2]
+    return off or node.target in NO_OPS or (node.target in CASTS and _same_kind(node, node.args[0]))
+
+
+def may_share_silently(node: Node) -> bool:
+    """Whether a call may return its operand's memory without its schema saying so, as composite ops do at times."""
+    if node.target is operator.getitem:
+        return may_share_silently(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in (*FRESH, *CASTS):
+        return False
+    if returns_operand(node):
+        return False
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), "CompositeImplicitAutograd")
+    return composite and not any(a.alias_info is not None for a in node.target._schema.arguments)
 
 
 def _shares(node: Node, other: Node) -> bool:
@@ -279,12 +320,8 @@ def _shares(node: Node, other: Node) -> bool:
 
 def _drop_no_ops(module: GraphModule) -> None:
     for node in module.graph.nodes:
-        if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
-            continue
-        source = node.args[0]
-        off = node.target is aten.dropout.default and not node.args[2]
-        if off or node.target in NO_OPS or (node.target in CASTS and _same_kind(node, source)):
-            node.replace_all_uses_with(source)
+        if returns_operand(node):
+            node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
 
 

@@ -24,6 +24,7 @@ from ridgefill_compile.passes.calls import (
     shape,
 )
 from ridgefill_compile.passes.rows import IntLike, Rows, at_least, plain, same
+from ridgefill_compile.recurrences.table import RECURRENCES
 
 # ---------------------------------------------------------------- shapes
 
@@ -236,6 +237,8 @@ def getitem(node: Node, rows: Rows) -> Call | None:
     """One of several results; they are narrowed together."""
     source, index = node.args
     assert isinstance(source, Node)
+    if source.target in RECURRENCES and index != 0:
+        return None  # a scan's state has no rows
     return Call(operator.getitem, (Need(source, rows), index))
 
 

@@ -99,7 +99,13 @@ def locate(graph: Graph) -> Located:
         CannotFill: no value looks like tokens flowing through layers that write states.
     """
     outputs = list(dict.fromkeys(_outputs(graph)))
-    found = [located for source in _sources(graph) if (located := _locate_from(graph, source, outputs)) is not None]
+    found: list[Located] = []
+    for source in _sources(graph):
+        located = _locate_from(graph, source, [source], outputs)
+        if located is not None and len(located.layers) == 1:  # something may lead round all of them
+            located = _locate_from(graph, source, first_mixing(graph, source), outputs) or located
+        if located is not None:
+            found.append(located)
     if not found:
         raise CannotFill(
             "no layers were found: no output is written by a layer off a residual stream",
@@ -128,44 +134,118 @@ def _outputs(graph: Graph) -> Iterator[Node]:
             yield node.args[1]
 
 
-def _locate_from(graph: Graph, source: Node, outputs: list[Node]) -> Located | None:
-    """The anatomy as seen from one candidate for the embedded prompt."""
-    flow: nx.DiGraph[Node] = nx.DiGraph()
-    flow.add_node(source)
+def first_mixing(graph: Graph, source: Node) -> list[Node]:
+    """Where rows of the prompt first meet: values that are no function of one row alone, of nothing but such.
+
+    What lies before, each row's own embeddings, is there for every row whatever is filled. Some decoders hand it to
+    every layer, round the residual stream; the flow that matters starts behind it.
+    """
+    row_dim: dict[Node, int] = {source: 1 if len(shape(source)) > 2 else 0}
+    behind: set[Node] = set()
+    found = []
     for node in graph.nodes:
-        if node.op != "output" and node is not source:
+        if node.op != "call_function" or node in row_dim:
+            continue
+        if any(operand in behind for operand in node.all_input_nodes):
+            behind.add(node)
+            continue
+        own = [operand for operand in node.all_input_nodes if operand in row_dim]
+        if not own:
+            continue
+        dim = _own_row(node, own, row_dim)
+        if dim is not None:
+            row_dim[node] = dim
+        elif isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+            found.append(node)
+            behind.add(node)
+    return found
+
+
+def _own_row(node: Node, own: list[Node], row_dim: dict[Node, int]) -> int | None:
+    """The dimension of a value whose entry i is made of rows i of its operands, by the rule of its op."""
+    rule = rule_for(node)
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, list | tuple) and value else value
+    if rule is None or not isinstance(value, torch.Tensor):
+        return None
+    for dim in range(value.dim()):
+        call = rule(node, Rows(dim, 1))
+        read = list(needs((*call.args, *call.kwargs.values()))) if call is not None else []
+        rows = {need.node: need.rows for need in read if same(need.rows.blocks, 1) and need.rows.last == 1}
+        if all(operand in rows and rows[operand].dim == row_dim[operand] for operand in own):
+            return dim
+    return None
+
+
+def _locate_from(graph: Graph, source: Node, starts: list[Node], outputs: list[Node]) -> Located | None:
+    """The anatomy as seen from one candidate for the embedded prompt, on the flow that begins at some values."""
+    flow: nx.DiGraph[Node] = nx.DiGraph()
+    flow.add_edges_from((graph._root, start) for start in starts)
+    for node in graph.nodes:
+        if node.op != "output" and node not in starts:
             flow.add_edges_from((operand, node) for operand in node.all_input_nodes if operand in flow)
     reached = [node for node in outputs if node in flow and node is not source]
     if not reached:
         return None
     result = max(reached)
-    above = nx.immediate_dominators(flow, source)
-    trunk = [node for node in _chain(result, above, source) if isinstance(node.meta.get("val"), torch.Tensor)][::-1]
+    above = nx.immediate_dominators(flow, graph._root)
+    trunk = [node for node in _chain(result, above) if isinstance(node.meta.get("val"), torch.Tensor)][::-1]
     place = {node: position for position, node in enumerate(trunk)}
+    first = starts[0] if starts == [source] else source
     states: dict[Node, list[Node]] = {}
     others = []
-    for output in reached:
+    for output in _dependent(graph, source, outputs):
         if output in place:
             others.append(output)
         else:
-            root = next(node for node in _chain(output, above, source) if node in place)
+            chain = _chain(output, above) if output in flow else iter(())
+            root = next((node for node in chain if node in place), first)
             states.setdefault(root, []).append(written_value(output))
+    place.setdefault(first, -1)
     roots = sorted(states, key=lambda node: place[node])
-    row_dim = _row_dim(roots[0], source) if roots else None
+    row_dim = _row_dim(roots[-1], source) if roots else None
     if row_dim is None:
         return None
     inputs = [root for root, end in zip(roots, _ends(roots, trunk), strict=True) if _mixes(graph, root, end, row_dim)]
     others += [state for root in roots if root not in inputs for state in states[root]]
     if not inputs:
         return None
-    layers = tuple(Layer(i, root, tuple(states[root])) for i, root in enumerate(inputs))
+    layers = tuple(
+        Layer(i, _one_stream(root, states[root], above, source), tuple(states[root])) for i, root in enumerate(inputs)
+    )
+    row_dim = _row_dim(layers[-1].input, source)
+    if row_dim is None:
+        return None
     return Located(source, row_dim, layers, tuple(trunk), result, tuple(o for o in others if o is not result))
+
+
+def _dependent(graph: Graph, source: Node, outputs: list[Node]) -> list[Node]:
+    """The outputs that depend on the prompt."""
+    flow = {source}
+    for node in graph.nodes:
+        if any(operand in flow for operand in node.all_input_nodes):
+            flow.add(node)
+    return [output for output in outputs if output in flow and output is not source]
+
+
+def _one_stream(root: Node, states: list[Node], above: dict[Node, Node], source: Node) -> Node:
+    """A layer's input where the trunk is several residual streams: the value its states read of them.
+
+    Streams [batch, rows, streams, hidden] have a dimension more than the embedding. What a layer writes reads one
+    mixture of them, [batch, rows, hidden], which every one of its states goes through.
+    """
+    rank = len(shape(source))
+    if len(shape(root)) <= rank:
+        return root
+    chains = [[node for node in _chain(state, above) if node > root] for state in states if state in above]
+    common = [node for node in reversed(chains[0]) if all(node in chain for chain in chains)] if chains else []
+    return next((node for node in common if len(shape(node)) == rank), root)
 
 
 def _ends(roots: list[Node], trunk: list[Node]) -> list[Node]:
     """For each value that outputs leave the trunk at, the trunk value up to which they were of use."""
-    alike = [node for node in trunk if same_shape(node, roots[-1])]
-    return [*roots[1:], alike[-1] if alike[-1] is not roots[-1] else trunk[-1]]
+    alike = [node for node in trunk if same_shape(node, roots[-1]) and node > roots[-1]]
+    return [*roots[1:], alike[-1] if alike else trunk[-1]]
 
 
 def _mixes(graph: Graph, root: Node, end: Node, row_dim: int) -> bool:
@@ -175,12 +255,11 @@ def _mixes(graph: Graph, root: Node, end: Node, row_dim: int) -> bool:
     return not (isinstance(demand, Rows) and demand.dim == row_dim and demand.last == 1)
 
 
-def _chain(node: Node, above: dict[Node, Node], source: Node) -> Iterator[Node]:
+def _chain(node: Node, above: dict[Node, Node]) -> Iterator[Node]:
     """A node and its dominators, deepest first."""
-    yield node
-    while node is not source:
-        node = above[node]
+    while node.op != "root":
         yield node
+        node = above[node]
 
 
 def written_value(output: Node) -> Node:
@@ -219,18 +298,21 @@ def _first_input(node: Node) -> Node:
 
 def _carried(value: Node, dim: int) -> set[tuple[Node, int]]:
     """Where one row of a dimension is read from, step by step, through ops that narrow."""
-    seen: set[tuple[Node, int]] = set()
+    seen: set[tuple[Node, int, str]] = set()
+    found: set[tuple[Node, int]] = set()
     ahead = [(value, Rows(dim, 1))]
     while ahead:
         node, rows = ahead.pop()
-        if (node, rows.dim) in seen:
+        if (node, rows.dim, str(rows.blocks)) in seen:
             continue
-        seen.add((node, rows.dim))
+        seen.add((node, rows.dim, str(rows.blocks)))
+        if same(rows.blocks, 1):
+            found.add((node, rows.dim))
         rule = rule_for(node)
         call = rule(node, rows) if rule else None
         if call is not None:
-            ahead.extend((need.node, need.rows) for need in needs(call.args) if same(need.rows.blocks, 1))
-    return seen
+            ahead.extend((need.node, need.rows) for need in needs(call.args) if need.rows.last == 1)
+    return found
 
 
 def needs(argument: object) -> Iterator[Need]:
@@ -249,30 +331,60 @@ def same_shape(node: Node, other: Node) -> bool:
 
 
 def check_late_states(graph: Graph, located: Located, split: int) -> None:
-    """Every late state write must be row by row: row i of the state depends on row i of the layer's input alone.
+    """Every late output must be a state: what later rows read, not something the caller asked to see of each row.
 
-    Keys and values are. A recurrent state mixes rows, and attention weights or router scores that were asked for come
-    from behind the layer's attention.
+    A state is written row by row (row i depends on row i of the layer's input alone: keys, values, ...), or it sums
+    rows up and has none itself (the state of a recurrence). Attention weights and router scores of every row are
+    neither: they come from behind the layer's attention, which filled rows do not run.
 
     Raises:
-        CannotFill: naming the state write and the layer.
+        CannotFill: naming the output and the layer.
     """
     for layer in located.layers[split:]:
         for state in layer.states:
             found = [_demand_on_input(graph, state, dim, layer.input) for dim in range(len(shape(state)))]
             if any(isinstance(d, Rows) and d.dim == located.row_dim and same(d.blocks, 1) for d, _ in found):
                 continue
+            if len(found) > 1 and not any(counts_rows(size, located.rows) for size in shape(state)):
+                continue
             blocked = [
                 nodes[0] for dim, (_, nodes) in enumerate(found) if nodes and same(shape(state)[dim], located.rows)
             ]
             raise CannotFill(
-                f"layer {layer.index} has an output that is not written row by row: a recurrent state, or something "
-                "other than a state write (attention weights, router scores)",
+                f"layer {layer.index} has an output that is neither written row by row nor the state of a recurrence: "
+                "attention weights, router scores, or a state whose size is the prompt's length by chance",
                 blocked[0] if blocked else state,
-                f"{blocked[0].target} has no row rule"
-                if blocked
-                else "do not ask for such outputs; layers with recurrent states are not filled yet",
+                f"{blocked[0].target} has no row rule" if blocked else "do not ask for such outputs",
             )
+    _check_own_layer(graph, located, split)
+
+
+def counts_rows(size: IntLike, rows: IntLike) -> bool:
+    """Whether a dimension may count prompt rows: as many, or a multiple."""
+    return same(size % rows, 0) if not same(size, 0) else False
+
+
+def _check_own_layer(graph: Graph, located: Located, split: int) -> None:
+    """No state may be made of what later layers compute: it would change with them.
+
+    Raises:
+        CannotFill: naming the output.
+    """
+    predicted = {layer.input: layer.index for layer in located.layers[split + 1 :]}
+    deepest: dict[Node, int] = {}  # node -> the deepest predicted layer that it depends on
+    for node in graph.nodes:
+        found = [deepest[operand] for operand in node.all_input_nodes if operand in deepest]
+        found += [predicted[node]] if node in predicted else []
+        if found:
+            deepest[node] = max(found)
+    for layer in located.layers:
+        for state in layer.states:
+            if deepest.get(state, -1) > max(layer.index, split):
+                raise CannotFill(
+                    "an output is made of what several late layers compute, so it belongs to none of them",
+                    state,
+                    "do not ask for such outputs (a loss over all layers, say)",
+                )
 
 
 def _demand_on_input(graph: Graph, state: Node, dim: int, source: Node) -> tuple[Demand, list[Node]]:

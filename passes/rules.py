@@ -31,6 +31,7 @@ from ridgefill_compile.passes.arithmetic_rules import (
     matmul,
     normalisation,
     pointwise,
+    recurrence,
     reduction,
 )
 from ridgefill_compile.passes.calls import Call, Rule, aten, first_operand
@@ -60,6 +61,7 @@ from ridgefill_compile.passes.layout_rules import (
     view_as_real,
 )
 from ridgefill_compile.passes.rows import Rows
+from ridgefill_compile.recurrences.table import RECURRENCES
 
 
 @runtime_checkable
@@ -142,6 +144,7 @@ def _table() -> dict[Any, Rule]:
         (one_hot, [aten.one_hot.default]),
         (view_as_real, [aten.view_as_real.default]),
         (first_operand, [aten.view_as_complex.default]),
+        (recurrence, list(RECURRENCES)),
     ]  # fmt: skip
     return {op: rule for rule, ops in groups for op in ops}
 

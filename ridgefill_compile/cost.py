@@ -19,6 +19,8 @@ from torch.fx import Graph, Node
 from ridgefill_compile.passes.calls import CAUSAL_TAIL, arguments, aten, shape
 from ridgefill_compile.passes.experts import GROUPED_PRODUCTS, Region
 
+from ridgefill_compile.recurrences.table import RECURRENCES
+
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:
     """A size as a sympy expression."""
@@ -39,7 +41,9 @@ def _counter(node: Node) -> Callable[[Node], sympy.Expr] | None:
     if node.op != "call_function":
         return None
     if isinstance(node.target, Region):
-        return lambda call: multiply_adds(call.target.alone(call))
+        return _region
+    if node.target in RECURRENCES:
+        return RECURRENCES[node.target].multiply_adds
     if str(node.target) in GROUPED_PRODUCTS:
         return _grouped_product
     return COUNTERS.get(node.target)
@@ -76,6 +80,11 @@ def _matrix_product(name: str) -> Callable[[Node], sympy.Expr]:
         return _product(shape(node)) * expression(shape(arguments(node)[name])[-1])
 
     return count
+
+
+def _region(node: Node) -> sympy.Expr:
+    assert isinstance(node.target, Region)
+    return multiply_adds(node.target.alone(node))
 
 
 def _grouped_product(node: Node) -> sympy.Expr:

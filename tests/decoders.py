@@ -1,6 +1,6 @@
 """Tiny decoders with random weights, one per anatomy, built from the configuration classes of transformers.
 
-`FILLED` must be filled, `REFUSED` must be answered exactly with a reason, `EITHER` may be one or the
+`FILLED` and `RECURRENT` must be filled, `REFUSED` must be answered exactly with a reason, `EITHER` may be one or the
 other but never wrong. Each entry has 4 layers of width 64 and builds in milliseconds:
 
     model = FILLED["llama"].build()
@@ -255,7 +255,7 @@ CORE: tuple[str, ...] = (
     "mixtral",
 )
 
-REFUSED: dict[str, Architecture] = {
+RECURRENT: dict[str, Architecture] = {
     "mamba": Architecture("mamba", {"state_size": 8}, "recurrent"),
     "mamba2": Architecture(
         "mamba2",
@@ -305,6 +305,9 @@ REFUSED: dict[str, Architecture] = {
         },
         "attention and recurrence side by side",
     ),
+}
+
+REFUSED: dict[str, Architecture] = {
     "gemma3n_text": Architecture(
         "gemma3n_text",
         {

@@ -14,7 +14,7 @@ from ridgefill_compile.backend import ridgefill
 from ridgefill_compile.errors import RidgefillWarning
 from ridgefill_compile.report import report
 from ridgefill_compile.testing.variants import Variants, worst
-from tests.decoders import CORE, EITHER, FILLED, REFUSED, cache_of, token_ids
+from tests.decoders import CORE, EITHER, FILLED, RECURRENT, REFUSED, cache_of, token_ids
 
 TOLERANCE = 1e-4  # fp32 rounding of these models is up to 2e-5
 CORE_FIRST = [pytest.param(name, marks=() if name in CORE else pytest.mark.heavy) for name in FILLED]
@@ -38,11 +38,11 @@ def check(variants: Variants, prompts: int) -> None:
         assert worst(results["exact"], results["eliminated"]) > 100 * TOLERANCE, "the fill changed nothing"
 
 
-@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("name", [*FILLED, *RECURRENT])
 def test_static_and_dynamic_lengths(name: str) -> None:
     variants = Variants()
     calls = [{"input_ids": token_ids(rows), "use_cache": True, "logits_to_keep": 2} for rows in (60, 45, 71)]
-    variants.run(FILLED[name].build(), *calls)
+    variants.run({**FILLED, **RECURRENT}[name].build(), *calls)
     check(variants, 3)
     assert variants.compiled == 2  # one static, one for every other length
 

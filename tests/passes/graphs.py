@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves
 
+from ridgefill_compile.passes.experts import collapse
 from ridgefill_compile.passes.functionalize import functionalize
 from tests.decoders import cache_of
 
@@ -58,7 +60,7 @@ def traced(
     run = (lambda *inputs: function(*inputs[len(sizes) :])) if sizes_first else function
     with mode, torch.no_grad():
         module = make_fx(run, pre_dispatch=True)(*sizes, *values)
-    return functionalize(module) if functional else module
+    return collapse(functionalize(module)) if functional else module
 
 
 def named(module: GraphModule, target: Any) -> list[Node]:
@@ -102,5 +104,7 @@ def traced_decoder(
 
     inputs = [ids, *(given[name] for name in fed), *tensors.values()]
     sizes = [(0, dim) for dim in range(2) if dynamic]
-    module = traced(run, *inputs, dynamic=sizes, sizes_first=True)
+    compiling = "transformers.integrations.moe.is_torchdynamo_compiling"  # show experts as Dynamo sees them
+    with mock.patch(compiling, return_value=True):
+        module = traced(run, *inputs, dynamic=sizes, sizes_first=True)
     return module, [*(ids.shape[dim] for _, dim in sizes), *inputs]

@@ -257,7 +257,17 @@ def written_twice(x: Tensor) -> tuple[Tensor, ...]:
     return first, middle, end, x * 1
 
 
+def into_dropout_in_evaluation(x: Tensor) -> tuple[Tensor, ...]:
+    """It returns its operand."""
+    y = x.exp()
+    z = torch.nn.functional.dropout(y, 0.5, training=False)
+    z[:, :2] = 0.0
+    z.reshape(-1)[:3].add_(1.0)
+    return y, z * 1
+
+
 THROUGH_VIEWS: list[Graph] = [
+    into_dropout_in_evaluation,
     into_a_slice,
     into_a_slice_set,
     into_a_transposed,
@@ -294,7 +304,30 @@ def into_a_diagonal(x: Tensor) -> tuple[Tensor, ...]:
     return (y,)
 
 
-@pytest.mark.parametrize("function", [into_several, into_a_diagonal], ids=lambda f: f.__name__)
+def into_dropout_of_nothing(x: Tensor) -> tuple[Tensor, ...]:
+    """No schema says that it returns its operand."""
+    y = x.exp()
+    torch.nn.functional.dropout(y, 0.0, training=True).add_(1.0)
+    return (y,)
+
+
+def into_broadcast(x: Tensor) -> tuple[Tensor, ...]:
+    y = x.exp()
+    torch.broadcast_tensors(y, x)[0].add_(1.0)
+    return (y,)
+
+
+def into_a_split_half(x: Tensor) -> tuple[Tensor, ...]:
+    y = x.exp()
+    y.hsplit(1)[0].add_(1.0)
+    return (y,)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [into_several, into_a_diagonal, into_dropout_of_nothing, into_broadcast, into_a_split_half],
+    ids=lambda f: f.__name__,
+)
 def test_writes_that_cannot_be_carried_back_are_refused(function: Graph) -> None:
     before = traced(function, X, functional=False)
     text = before.print_readable(print_output=False)

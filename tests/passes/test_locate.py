@@ -18,7 +18,7 @@ from ridgefill_compile.passes.emit import copy_module
 from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
 from ridgefill_compile.passes.rows import same
 from ridgefill_compile.passes.verify import results_of
-from tests.decoders import FILLED, LAYERS, REFUSED, states_of, token_ids
+from tests.decoders import FILLED, LAYERS, RECURRENT, states_of, token_ids
 from tests.passes.graphs import aten, traced, traced_decoder
 
 B, N, KEPT = 2, 40, 3
@@ -66,6 +66,7 @@ def is_cached(state: Tensor, cached: list[Tensor]) -> bool:
     return any(
         state.dim() == c.dim()
         and state.shape[:-2] == c.shape[:-2]
+        and state.shape[-1] == c.shape[-1]
         and state.shape[-2] >= c.shape[-2]
         and torch.allclose(state[..., -c.shape[-2] :, :], c, atol=1e-5)
         for c in cached
@@ -170,19 +171,14 @@ def test_without_a_cache_there_are_no_layers() -> None:
     assert "use_cache" in str(refusal.value.hint)
 
 
-@pytest.mark.parametrize(("name", "split"), [("mamba2", 0), ("bamba", 2), ("falcon_h1", 3), ("jamba", 2)])
-def test_recurrent_layers_are_refused(name: str, split: int) -> None:
-    """From the first late layer with a recurrent state on. (That every refused model answers exactly, with a reason, is
-    tested on the backend.)
-    """
-    model = REFUSED[name].build()
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon_h1", "jamba"])
+def test_recurrent_states_are_states(name: str) -> None:
+    """They sum rows up, and have none themselves."""
+    model = RECURRENT[name].build()
     module, _ = traced_decoder(model, token_ids(N), **keeps(model))
     located = locate(module.graph)
     assert len(located.layers) == LAYERS
-    with pytest.raises(CannotFill, match=f"layer {split} has an output that is not written row by row"):
-        check_late_states(module.graph, located, split)
-    if split == 2:
-        check_late_states(module.graph, located, 3)  # the last layer is attention
+    check_late_states(module.graph, located, 0)
 
 
 # ---------------------------------------------------------------- anatomies by hand
@@ -222,7 +218,7 @@ def test_sum_over_rows_is_no_state() -> None:
 
     module = traced(sums, X, W)
     located = locate(module.graph)
-    with pytest.raises(CannotFill, match="not written row by row"):
+    with pytest.raises(CannotFill, match="neither written row by row"):
         check_late_states(module.graph, located, 0)
 
 
@@ -236,12 +232,12 @@ def test_state_shifted_by_a_row_is_refused() -> None:
 
     module = traced(shifted, X, W)
     located = locate(module.graph)
-    with pytest.raises(CannotFill, match="not written row by row"):
+    with pytest.raises(CannotFill, match="neither written row by row"):
         check_late_states(module.graph, located, 0)
 
 
 def test_two_streams_meet_late() -> None:
-    """No value between the layers holds all that passes, so there is one place to predict, before the first of them."""
+    """No value between the layers holds all that passes, but what leads round the second is each row's own."""
 
     def streams(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         left, right = x.sin(), x.cos()
@@ -251,8 +247,73 @@ def test_two_streams_meet_late() -> None:
         left = left + h
         return (left * right)[:, -1:], k0, v0, k1, v1
 
-    located = locate(traced(streams, X, W).graph)
-    assert [layer.input for layer in located.layers] == [located.tokens]
+    module = traced(streams, X, W)
+    located = locate(module.graph)
+    first, second = located.layers
+    assert first.input is located.tokens
+    assert second.input.target is aten.add.Tensor
+    assert [len(layer.states) for layer in located.layers] == [2, 2]
+    check_late_states(module.graph, located, 0)
+
+
+def test_embeddings_of_every_layer_lead_round_the_stream() -> None:
+    """Each row's own, so they need no prediction."""
+
+    def per_layer(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        own = functional.linear(x, w[0]).relu()
+        states = []
+        for _ in range(3):
+            h, k, v = attend(functional.rms_norm(x, [4]), w)
+            x = x + h
+            x = x + functional.linear(x, w[1]).sigmoid() * own
+            states += [k, v]
+        return (x[:, -1:], *states)
+
+    module = traced(per_layer, X, W)
+    located = locate(module.graph)
+    assert [len(layer.states) for layer in located.layers] == [2, 2, 2]
+    assert all(layer.input.target is aten.add.Tensor for layer in located.layers[1:])
+    check_late_states(module.graph, located, 0)
+    check_wanted_rows(module.graph, located, 1)
+
+
+def test_the_stream_is_read_as_one_of_several() -> None:
+    """Of two residual streams, a layer's states read one mixture: that is what is predicted."""
+
+    def hyper(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        streams = torch.stack([x.sin(), x.cos()], 2)
+        states = []
+        for _ in range(3):
+            mixed = (streams * w[0, 0, :2, None]).sum(2)
+            h, k, v = attend(functional.rms_norm(mixed, [4]), w)
+            streams = streams + h[:, :, None] * w[1, 0, :2, None]
+            states += [k, v]
+        return (streams.sum(2)[:, -1:], *states)
+
+    module = traced(hyper, X, W)
+    located = locate(module.graph)
+    assert [layer.input.target for layer in located.layers] == [aten.sum.dim_IntList] * 3
+    assert [layer.width for layer in located.layers] == [4] * 3
+    check_late_states(module.graph, located, 0)
+    check_wanted_rows(module.graph, located, 1)
+
+
+def test_an_output_of_several_layers_is_no_state() -> None:
+    """It belongs to the first of them by its place, and would change with what is filled."""
+
+    def loss(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        states, scores = [], []
+        for _ in range(4):
+            h, k, v = attend(functional.rms_norm(x, [4]), w)
+            x = x + h
+            scores.append(functional.linear(x, w[0]))
+            states += [k, v]
+        return (x[:, -1:], torch.stack(scores).sum(2).mean(0), *states)
+
+    module = traced(loss, X, W)
+    located = locate(module.graph)
+    with pytest.raises(CannotFill, match="several late layers"):
+        check_late_states(module.graph, located, 2)
 
 
 def test_static_cache_writes_are_states() -> None:
