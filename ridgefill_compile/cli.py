@@ -1,7 +1,7 @@
-"""The command line: `ridgefill demo | calibrate | inspect | eval | maps`.
+"""The command line: `ridgefill demo | calibrate | inspect | eval | maps | zoo`.
 
 Results go to stdout, progress and errors to stderr; with `--json` stdout holds one JSON object and nothing
-else.
+else (of `zoo`, one a line).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from rich.table import Table
 
 from ridgefill_compile.demo import DemoSettings, run_demo, show
 from ridgefill_compile.errors import RidgefillError
+
+if TYPE_CHECKING:
+    from ridgefill_compile.zoo.check import Verdict
 
 app = typer.Typer(
     help="Answer long prompts sooner: run only the early layers on most prompt rows.",
@@ -185,6 +188,12 @@ def inspect_(
     tail: Annotated[int, typer.Option(help="Last rows that run every layer.")] = 512,
     split: Annotated[int | None, typer.Option(help="First late layer. Default: half of the layers.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw one late layer into this file.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run a tiny random copy, and check that filling it is right.")
+    ] = False,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="With --check: check the model itself. Reads weights.")
+    ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """What the compiler finds in a model: layers, state writes, and the rows each value would be computed on."""
@@ -193,20 +202,79 @@ def inspect_(
     from ridgefill_compile.evaluate.trained import model_without_weights
     from ridgefill_compile.inspection import inspect_model
     from ridgefill_compile.layer_picture import draw_late_layer
+    from ridgefill_compile.zoo.tables import verdict_lines
 
     with progress("tracing", 1) as step:
-        found = inspect_model(model_without_weights(model), rows=rows, tail=tail, split=split)
+        whole = model_without_weights(model)
+        found = inspect_model(whole, rows=rows, tail=tail, split=split)
         step()
     result = found.to_dict()
+    verdict = check_copy(model, whole.config, found.split, weights) if check or weights else None
+    if verdict is not None:
+        result |= {**verdict.to_dict(), "reason": verdict.reason or found.reason}
     if picture is not None:
         result["picture"] = str(draw_late_layer(found, picture))
     if not as_json:
         console = Console()
         for part in inspection_tables(found):
             console.print(part)
+        for line in verdict_lines(verdict) if verdict is not None else ():
+            console.print(line, markup=False, highlight=False)
         if picture is not None:
             console.print(f"picture: {picture}")
     return result
+
+
+def check_copy(name: str, config: Any, split: int, weights: bool) -> Verdict:
+    """Check a tiny random copy of a model, or the model itself.
+
+    Raises:
+        RidgefillError: weights are wanted, and there are none.
+    """
+    from ridgefill_compile.evaluate.progress import progress
+    from ridgefill_compile.evaluate.trained import load_model
+    from ridgefill_compile.zoo.check import SPLIT, check_model
+    from ridgefill_compile.zoo.shrink import shrink, tiny_model
+
+    subject = load_model(name)[0] if weights else tiny_model(shrink(config))
+    with progress("checking a fill of it", 1) as step:
+        verdict = check_model(subject, name, split=max(split, 0) if weights else SPLIT)
+        step()
+    return verdict
+
+
+@app.command()
+def zoo(
+    types: Annotated[list[str] | None, typer.Argument(help="Model types of transformers. Default: all.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="No padded batch and no continued cache.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds that one type may take.")] = 600.0,
+    resume: Annotated[Path | None, typer.Option(help="JSON lines to go on from, and to add to.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, as each is known.")] = False,
+) -> None:
+    """Check every causal decoder of transformers at toy size: filled and right, or exact with a reason.
+
+    Ends with exit code 1 if any is unsound: wrong, or crashed.
+    """
+    from ridgefill_compile.evaluate.progress import progress
+    from ridgefill_compile.zoo.pool import check_types
+    from ridgefill_compile.zoo.shrink import model_types
+    from ridgefill_compile.zoo.tables import counts, verdict_table
+
+    kinds = types or model_types()
+    verdicts = []
+    with progress("checking decoders", len(kinds)) as step:
+        for verdict in check_types(kinds, jobs=jobs, quick=quick, seconds=limit, resume=resume):
+            verdicts.append(verdict)
+            if as_json:
+                typer.echo(json.dumps(verdict.to_dict()))
+            step()
+    if not as_json:
+        console = Console()
+        console.print(verdict_table(verdicts))
+        console.print(counts(verdicts))
+    if not all(verdict.sound for verdict in verdicts):
+        raise typer.Exit(1)
 
 
 @app.command("maps")

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ridgefill_compile.zoo.shrink import token_ids
+from ridgefill_compile.zoo.sizes import VOCABULARY
+
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 
 
@@ -47,6 +50,12 @@ class Caller:
         else:
             self.module = model
             self.always["logits_to_keep"] = kept
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        self.vocabulary = min(VOCABULARY, getattr(embedding, "num_embeddings", VOCABULARY))
+
+    def ids(self, rows: int, batch: int = 1, seed: int = 0) -> Tensor:
+        """Random prompts of the model's tokens, [batch, rows], int64."""
+        return token_ids(rows, batch, seed) % self.vocabulary
 
     def prompt(self, ids: Tensor) -> dict[str, Any]:
         """A call with one prompt, or prompts of the same length."""

@@ -52,7 +52,7 @@ def check_types(
         resume: file of JSON lines: what it already holds is not checked again, what is found is added to it.
         check: what to do in each process; a function of a module, since processes import it.
     """
-    done = _read(resume)
+    done = _read(resume) if resume is not None and resume.exists() else {}
     yield from (done[kind] for kind in kinds if kind in done)
     ahead = [kind for kind in kinds if kind not in done]
     for verdict in _run(ahead, jobs, quick, seconds, check):
@@ -62,11 +62,11 @@ def check_types(
         yield verdict
 
 
-def _read(resume: Path | None) -> dict[str, Verdict]:
-    if resume is None or not resume.exists():
-        return {}
-    lines = resume.read_text().splitlines()
-    found = (Verdict(**json.loads(line)) for line in lines if line.endswith("}"))  # the last line may be cut off
+def _read(resume: Path) -> dict[str, Verdict]:
+    """What a file holds; a last line that was cut off is taken out of it."""
+    whole = [line for line in resume.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    resume.write_text("".join(whole))
+    found = [Verdict(**json.loads(line)) for line in whole]
     return {verdict.type: verdict for verdict in found}
 
 
