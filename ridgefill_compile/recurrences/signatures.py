@@ -28,7 +28,8 @@ class Signature:
     Attributes:
         operator: name of the operator.
         required: parameters it must have.
-        known: further ones that it may have, beside `**kwargs` (which these functions ignore).
+        known: further ones that it may have, beside `self` and `**kwargs` (which these functions ignore).
+        rows: the argument whose rows tell how many there are, and the dimension they are in.
         compute: the same results by the operator, from all arguments by name. Dynamo traces it.
         samples: arguments to compare on. A sample marked optional may be refused by the function (with any error).
     """
@@ -36,6 +37,7 @@ class Signature:
     operator: str
     required: frozenset[str]
     known: frozenset[str]
+    rows: tuple[str, int]
     compute: Callable[[Arguments], Any]
     samples: Callable[[], Iterator[tuple[Arguments, bool]]]
 
@@ -95,6 +97,14 @@ def wkv(given: Arguments) -> tuple[Tensor, list[Tensor] | None]:
     )
     wanted = given["return_state"] or given["state"] is not None
     return outputs, list(final.unbind()) if wanted else None
+
+
+def linear_recurrence(given: Arguments) -> tuple[Tensor, Tensor]:
+    """A gated linear recurrent unit's scan, which starts anew at every row that is a reset."""
+    decay = given["recurrent_gate"] * ~given["reset"]
+    state = given["recurrent_states"]
+    outputs, final = torch.ops.ridgefill.linear_recurrence(given["hidden_states"], decay, state, -1)
+    return outputs, final
 
 
 def _delta_rule_samples(channels: bool) -> Iterator[tuple[Arguments, bool]]:
@@ -182,6 +192,19 @@ def _wkv_samples() -> Iterator[tuple[Arguments, bool]]:
         yield arguments, False
 
 
+def _linear_recurrence_samples() -> Iterator[tuple[Arguments, bool]]:
+    draw = _Draw()
+    for rows, with_state, dtype in ((37, False, torch.float32), (70, True, torch.float32), (37, True, torch.bfloat16)):
+        arguments: Arguments = {
+            "hidden_states": draw(2, rows, 6, dtype=dtype),
+            "recurrent_gate": draw(2, rows, 6, dtype=dtype).sigmoid(),
+            "reset": draw(2, rows, 1) > 1.5,
+            "recurrent_states": draw(2, 6) if with_state else None,
+            "acc_dtype": torch.float32,
+        }
+        yield arguments, False
+
+
 class _Draw:
     """Random tensors, the same ones every time, whatever the default device, type or seed."""
 
@@ -196,6 +219,7 @@ _DELTA_RULE = Signature(
     operator="gated_delta_rule",
     required=frozenset({"query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state"}),
     known=frozenset({"use_qk_l2norm_in_kernel"}),
+    rows=("key", 1),
     compute=gated_delta_rule,
     samples=functools.partial(_delta_rule_samples, False),
 )
@@ -209,6 +233,7 @@ SIGNATURES: list[Signature] = [
             {"hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"}
         ),
         known=frozenset({"use_mambapy", "use_associative_scan"}),
+        rows=("hidden_states", 2),
         compute=selective_scan,
         samples=_selective_scan_samples,
     ),
@@ -219,6 +244,7 @@ SIGNATURES: list[Signature] = [
             | {"dt_limit", "return_final_states"}
         ),
         known=frozenset(),
+        rows=("hidden_states", 1),
         compute=state_space_scan,
         samples=_state_space_samples,
     ),
@@ -226,7 +252,16 @@ SIGNATURES: list[Signature] = [
         operator="wkv",
         required=frozenset({"time_decay", "time_first", "key", "value", "state", "return_state"}),
         known=frozenset(),
+        rows=("key", 1),
         compute=wkv,
         samples=_wkv_samples,
+    ),
+    Signature(
+        operator="linear_recurrence",
+        required=frozenset({"hidden_states", "recurrent_gate", "reset", "recurrent_states", "acc_dtype"}),
+        known=frozenset(),
+        rows=("hidden_states", 1),
+        compute=linear_recurrence,
+        samples=_linear_recurrence_samples,
     ),
 ]

@@ -4,20 +4,24 @@ Every modelling file holds its own copy of such a function, so it is recognised 
 ground truth: it is run beside the operator on small random inputs and replaced only if the results agree. A function
 with the right parameters and other arithmetic stays as it is, and the reason is kept.
 
-The replacement is for inference. Where gradients are enabled, or sequences are packed into one, the traced call is the
-model's own function.
+The replacement is for prompts at inference. Where gradients are enabled, sequences are packed into one, or there is but
+one row (decoding), the traced call is the model's own function.
+
+Dynamo looks for substitutes of functions, not of methods. A method is wrapped in its class instead: outside of Dynamo
+the wrapper calls the method as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +39,7 @@ class Substitution:
     """What became of one function.
 
     Attributes:
-        function: its name.
+        function: its qualified name.
         module: the module that defines it.
         operator: name of the operator that Dynamo now sees in its place, or None.
         reason: why there is none; empty if there is one.
@@ -67,12 +71,12 @@ def substitute_recurrences(
     """
     found = []
     with _lock, _small_work():
-        for function in _functions(_modules(model_or_modules)):
-            candidates = [signature for signature in SIGNATURES if _looks_like(function, signature)]
-            if not candidates:
-                continue
+        for function, kind in _functions(_modules(model_or_modules)):
             if function not in _done:
-                _done[function] = _substitute(function, candidates)
+                candidates = [signature for signature in SIGNATURES if _looks_like(function, signature)]
+                if not candidates:
+                    continue
+                _done[function] = _substitute(function, kind, candidates)
             found.append(_done[function])
     return found
 
@@ -101,14 +105,16 @@ def _modules(given: nn.Module | Iterable[types.ModuleType] | None) -> list[types
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
-def _functions(modules: Iterable[types.ModuleType]) -> Iterator[types.FunctionType]:
-    """Functions that the modules define, each once."""
+def _functions(modules: Iterable[types.ModuleType]) -> Iterator[tuple[types.FunctionType, type | None]]:
+    """Functions that the modules define, each once: (function, None), or (method, its class)."""
     seen: set[types.FunctionType] = set()
     for module in modules:
-        for value in list(vars(module).values()):
-            if isinstance(value, types.FunctionType) and value.__module__ == module.__name__ and value not in seen:
+        own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+        methods = [(value, kind) for kind in own if isinstance(kind, type) for value in vars(kind).values()]
+        for value, kind in [*((value, None) for value in own), *methods]:
+            if isinstance(value, types.FunctionType) and value not in seen:
                 seen.add(value)
-                yield value
+                yield value, kind
 
 
 def _parameters(function: types.FunctionType) -> dict[str, inspect.Parameter]:
@@ -124,34 +130,51 @@ def _looks_like(function: types.FunctionType, signature: Signature) -> bool:
     if "args" not in names and not signature.required <= set(names):
         return False  # told without asking for the signature, which takes long for thousands of functions
     parameters = _parameters(function).keys()
-    return signature.required <= parameters <= signature.required | signature.known
+    return signature.required <= parameters <= signature.required | signature.known | {"self"}
 
 
-def _substitute(function: types.FunctionType, candidates: list[Signature]) -> Substitution:
-    name, module = function.__name__, function.__module__
+def _substitute(function: types.FunctionType, kind: type | None, candidates: list[Signature]) -> Substitution:
+    name, module = function.__qualname__, function.__module__
     reasons = []
     for signature in candidates:
         reason = _difference(function, signature)
         if reason is None:
+            done = Substitution(name, module, signature.operator)
+            traced = _traced(function, signature)
+            if kind is not None:
+                _done[_wrap_method(function, kind, traced)] = done
+                return done
             try:
-                torch.compiler.substitute_in_graph(function, skip_signature_check=True)(_traced(function, signature))
+                torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
             except (TypeError, ValueError) as error:
                 return Substitution(name, module, None, f"Dynamo does not take a substitute: {error}")
-            return Substitution(name, module, signature.operator)
+            return done
         reasons.append(reason)
     telling = [reason for reason in reasons if not reason.startswith(_FAILS)] or reasons
     return Substitution(name, module, None, telling[0])
+
+
+def _wrap_method(method: types.FunctionType, kind: type, traced: Callable[..., Any]) -> types.FunctionType:
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return traced(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    setattr(kind, method.__name__, wrapped)
+    return cast(types.FunctionType, wrapped)
 
 
 def _traced(function: types.FunctionType, signature: Signature) -> Callable[..., Any]:
     """What Dynamo traces where the model calls the function."""
     names, defaults = tuple(_parameters(function)), _defaults(function)
     compute, original = signature.compute, _copy(function)
+    counted, dim = signature.rows
 
     def substituted(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         packed = any(given.get(name) is not None for name in _PACKED)
-        if torch.is_grad_enabled() or packed:
+        if torch.is_grad_enabled() or packed or given[counted].shape[dim] == 1:
             return original(*args, **kwargs)
         return compute(given)
 
@@ -181,7 +204,7 @@ def _difference(function: types.FunctionType, signature: Signature) -> str | Non
     taken = _parameters(function).keys()
     defaults = _defaults(function)
     for sample, optional in signature.samples():
-        arguments = {name: value for name, value in sample.items() if name in taken}
+        arguments = {name: value for name, value in {"self": None, **sample}.items() if name in taken}
         try:
             expected = plain(**_own(arguments))
         except Exception as error:

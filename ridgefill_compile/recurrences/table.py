@@ -16,7 +16,13 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from ridgefill_compile.passes.calls import arguments, shape
-from ridgefill_compile.recurrences import delta_rule, linear_attention, selective_scan, wkv  # noqa: F401  (they register)
+from ridgefill_compile.recurrences import (  # noqa: F401  (they register their operators)
+    delta_rule,
+    linear_attention,
+    linear_recurrence,
+    selective_scan,
+    wkv,
+)
 from ridgefill_compile.recurrences.tiles import TILE
 
 
@@ -89,6 +95,10 @@ def _wkv(node: Node) -> sympy.Expr:
     return batch * channels * 2 * (rows + wanted)
 
 
+def _linear_recurrence(node: Node) -> sympy.Expr:
+    return sympy.Mul(*_sizes(arguments(node)["x"]))
+
+
 _ops = torch.ops.ridgefill
 
 RECURRENCES: dict[OpOverload, Recurrence] = {
@@ -96,6 +106,7 @@ RECURRENCES: dict[OpOverload, Recurrence] = {
     for recurrence in [
         Recurrence(_ops.gated_delta_rule.default, 1, ("query",), None, _gated_delta_rule),
         Recurrence(_ops.linear_attention.default, 1, ("query",), None, _linear_attention),
+        Recurrence(_ops.linear_recurrence.default, 1, (), "outputs", _linear_recurrence),
         Recurrence(_ops.selective_scan.default, 2, ("C",), None, _selective_scan),
         Recurrence(_ops.wkv.default, 1, (), "outputs", _wkv),
     ]

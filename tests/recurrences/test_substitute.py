@@ -178,6 +178,45 @@ def chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, initial_st
 """
 
 
+METHOD = """
+import torch
+
+class Mixer(torch.nn.Module):
+    def scan(self, hidden_states, recurrent_gate, reset, recurrent_states, acc_dtype=torch.float32):
+        state = hidden_states.new_zeros(hidden_states[:, 0].shape, dtype=acc_dtype)
+        state = state if recurrent_states is None else recurrent_states
+        rows = []
+        for t in range(hidden_states.shape[1]):
+            state = state * (recurrent_gate * ~reset)[:, t].to(acc_dtype) + hidden_states[:, t]
+            rows.append(state.to(hidden_states.dtype))
+        return torch.stack(rows, 1), state
+
+    def forward(self, x):
+        return self.scan(x, x.sigmoid(), x[..., :1] > 1.5, recurrent_states=None)
+"""
+
+
+def test_a_method_is_replaced_under_dynamo_alone():
+    module = planted(METHOD)
+    untouched = planted(METHOD).Mixer()
+    (done,) = substitute_recurrences([module])
+    assert (done.function, done.operator) == ("Mixer.scan", "linear_recurrence")
+    assert substitute_recurrences([module]) == [done]
+    captured = Captured()
+    mixer = module.Mixer()
+    compiled = torch.compile(mixer, backend=captured)
+    with torch.no_grad():
+        for rows in (20, 37, 50):
+            x = torch.randn(2, rows, 4)
+            for eager, actual, expected in zip(mixer(x), compiled(x), untouched(x), strict=True):
+                assert torch.equal(eager, expected)
+                close(actual, expected)
+        assert captured.operators() == ["linear_recurrence.default"]
+        assert len(captured.graphs) == 2
+        compiled(torch.randn(2, 1, 4))
+        assert captured.operators() == [], "one row is a decoding step, which stays as it is"
+
+
 def test_other_arithmetic_is_refused():
     (refused,) = substitute_recurrences([planted(HALF_BETA)])
     assert refused.operator is None
