@@ -16,6 +16,7 @@ Every exponent is at most 0, so nothing overflows, however fast the decay. Rows 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 
@@ -54,7 +55,7 @@ def gated_delta_rule(
     Returns:
         Outputs [B, T, Hv, Dv] in the query's dtype, final state [B, Hv, Dk, Dv] in fp32 (which is what is computed in).
     """
-    if key.is_cuda and g.dim() == 3 and importlib.util.find_spec("fla") is not None:
+    if key.is_cuda and g.dim() == 3 and _has_fla():
         return _by_fla(query, key, value, g, beta, initial_state, scale, normalise)
     batch, rows, _, key_dim = key.shape
     heads, value_dim = value.shape[2:]
@@ -234,6 +235,11 @@ def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     return apart.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
+@functools.cache
+def _has_fla() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
 def _by_fla(
     query: Tensor,
     key: Tensor,
@@ -258,4 +264,4 @@ def _by_fla(
         output_final_state=True,
         use_qk_l2norm_in_kernel=normalise,
     )
-    return outputs[:, lead:].clone(memory_format=torch.contiguous_format), state
+    return outputs[:, lead:].to(query.dtype, copy=True, memory_format=torch.contiguous_format), state.float()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 TILE = 64
+_BUDGET = {"cpu": 2**20}  # floats per operand of a stretch; else
+_DEFAULT_BUDGET = 2**26
 
 
 def state_only_rows(rows: int, outputs: int) -> int:
@@ -26,7 +28,7 @@ def spans(start: int, stop: int, floats_per_row: int, device: torch.device) -> I
     On a CPU a stretch is what fits its caches; on a GPU it is long, so that kernels are few. So memory does not grow
     with the length.
     """
-    budget = 2**20 if device.type == "cpu" else 2**26
+    budget = _BUDGET.get(device.type, _DEFAULT_BUDGET)
     step = max(1, budget // (floats_per_row * TILE)) * TILE
     whole = start + (stop - start) // TILE * TILE
     for first in range(start, whole, step):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ridgefill_compile.recurrences import tiles
 from tests.recurrences import checks
 from tests.recurrences.checks import Arguments, Case
 
@@ -46,6 +47,16 @@ def test_every_length_equals_the_loop_over_rows(case, with_state):
 
 def test_fewer_queries_give_the_last_outputs(case):
     checks.check_narrowed(case)
+
+
+def test_long_prompts_go_in_stretches(case, monkeypatch):
+    """A stretch of one tile, and of two, so that state and place of outputs go from one to the next."""
+    for budget in (1, 2 * 2 * 4 * 64 * 12):
+        monkeypatch.setitem(tiles._BUDGET, "cpu", budget)
+        checks.check_narrowed(case)
+        arguments = case.draw(2, 400, True, torch.float32)
+        for actual, expected in zip(case.run(arguments), case.loop(checks.doubled(arguments)), strict=True):
+            checks.close(actual, expected)
 
 
 def test_multiply_adds_are_what_is_computed(case):
