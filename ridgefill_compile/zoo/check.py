@@ -26,7 +26,6 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule, Node
 
 from ridgefill_compile.cost import multiply_adds
-from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.fill import LEAST_GAIN, blocked_nodes
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.calls import shape
@@ -87,7 +86,7 @@ class Verdict:
         return asdict(self)
 
 
-@dataclass
+@dataclass(repr=False)
 class _Traced(Variants):
     """Variants of one model, with what the first filled graph tells of its cost."""
 
@@ -318,5 +317,6 @@ def _take_over(verdict: Verdict, variants: _Traced, outcome: str, split: int) ->
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error.cause if isinstance(error, CannotFill) and hasattr(error, "cause") else error).strip()
+    error = getattr(error, "inner_exception", error)  # what was raised while compiling
+    text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]

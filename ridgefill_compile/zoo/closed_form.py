@@ -1,8 +1,10 @@
 """What a filled graph may cost, worked out without the row rules: from the routed graph and ancestry alone.
 
-Of a late layer, whatever its state writes are computed from must run on every row; all else is read on the tail only.
+Of a late layer, whatever its state writes are computed from must run on every row, and so must what is computed from
+states alone (keys and values that unfold from a cached latent); all else is read on the tail only.
 
-    cost(node) = all rows        before the first late layer, in a map, or an ancestor of its layer's state writes
+    cost(node) = all rows        before the first late layer, in a map, an ancestor of its layer's state writes, or
+                                 computed from those alone
                  the tail's share  elsewhere: T / N of it, or the causal pairs of the last T queries
 
 Behind the last layer that writes states, only the rows whose logits are wanted count as the tail. A node that does not
@@ -30,7 +32,7 @@ class LateLayers:
 
     Attributes:
         of: the late layer of each node, or `EARLY`.
-        needed: ancestors of a late layer's state writes within that layer.
+        needed: ancestors of a late layer's state writes within that layer, and what is computed from states alone.
     """
 
     def __init__(self, routed: GraphModule, located: Located, split: int) -> None:
@@ -48,7 +50,9 @@ class LateLayers:
             self.of[node] = EARLY if node in self.maps else self.inputs.get(node, above)
         self.needed: set[Node] = set()
         for layer in located.layers[split:]:
-            self._need(layer.index, [self._node(state) for state in layer.states])
+            states = [self._node(state) for state in layer.states]
+            self._need(layer.index, list(states))
+            self._unfold(layer.index, set(states))
 
     def _node(self, node: Node) -> Node:
         """A node of the captured graph, as the routed graph names it."""
@@ -70,6 +74,14 @@ class LateLayers:
                 continue
             self.needed.add(node)
             ahead.extend(node.all_input_nodes)
+
+    def _unfold(self, layer: int, from_states: set[Node]) -> None:
+        """Values of a layer that depend on its input through state writes alone."""
+        for node in self.of:
+            mine = [operand for operand in node.all_input_nodes if self.of[operand] == layer]
+            if node not in from_states and node not in self.inputs and mine and from_states.issuperset(mine):
+                from_states.add(node)
+        self.needed |= from_states
 
 
 @dataclass(frozen=True)
