@@ -8,11 +8,13 @@ import torch
 from torch.fx import Node
 
 from ridgefill_compile.passes.calls import (
+    TO_THE_END,
     Call,
     CausalTail,
     Need,
     Rule,
     arguments,
+    aten,
     broadcast,
     count,
     first_operand,
@@ -20,7 +22,7 @@ from ridgefill_compile.passes.calls import (
     rewrite,
     shape,
 )
-from ridgefill_compile.passes.rows import Rows, same
+from ridgefill_compile.passes.rows import Rows, at_least, same
 from ridgefill_compile.recurrences.table import RECURRENCES
 
 # ---------------------------------------------------------------- elementwise
@@ -146,6 +148,28 @@ def einsum(node: Node, rows: Rows) -> Call | None:
         else:
             return None
     return rewrite(node, tensors=operands)
+
+
+def convolution(node: Node, rows: Rows) -> Call | None:
+    """conv1d over rows, [batch, channels, rows]: `last` results read `last + (kernel - 1) * dilation` rows.
+
+    They are taken from the real rows, as far as those are not padding; what the padding in front of them spoils is cut
+    off again. Samples pass.
+    """
+    given = arguments(node)
+    operand, dilation = given["input"], given["dilation"][0]
+    rank = len(shape(operand))
+    if rows.dim == 0 and rank == 3:
+        return first_operand(node, rows)
+    padding, length = given["padding"], shape(operand)[-1]
+    if rows.dim != rank - 1 or not same(rows.blocks, 1) or given["stride"] != [1] or isinstance(padding, str):
+        return None
+    before = (shape(given["weight"])[-1] - 1) * dilation
+    last = rows.last + before - padding[0]
+    if not isinstance(last, int) or last < 1 or not at_least(length, last) or not at_least(shape(node)[-1], rows.last):
+        return None
+    call = rewrite(node, input=Need(operand, Rows(rows.dim, last)))
+    return Call(aten.slice.Tensor, (call, rows.dim, -rows.last, TO_THE_END)) if padding[0] else call
 
 
 def attention(node: Node, rows: Rows) -> Call | None:

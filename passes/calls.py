@@ -33,7 +33,10 @@ class CausalTail(NamedTuple):
 
 @dataclass
 class Call:
-    """The narrowed computation. `target` None: the operand in `args[0]` is already the answer."""
+    """The narrowed computation. `target` None: the operand in `args[0]` is already the answer.
+
+    An argument may be a call itself: what it gives is narrowed further.
+    """
 
     target: Any
     args: tuple[Any, ...] = ()

@@ -111,6 +111,8 @@ def _needs(call: Call) -> Iterator[tuple[Node, Demand]]:
             found.append((argument.node, argument.rows))
         elif isinstance(argument, Node):
             found.append((argument, EVERYTHING))
+        elif isinstance(argument, Call):
+            visit([*argument.args, *argument.kwargs.values()])
         elif isinstance(argument, CausalTail):
             pass  # a mask of positions: it reads sizes, not values
         elif isinstance(argument, list | tuple):

@@ -59,8 +59,7 @@ class _Writer:
             need = call.args[0]
             self.new[node] = self.fetch(need.node, need.rows)
         elif call is not None:
-            args, kwargs = self.resolve(call.args), self.resolve(call.kwargs)
-            self.new[node] = self.emit(call.target, *args, like=node, **kwargs)
+            self.new[node] = self.resolve(call, like=node)
             self._narrow_shared_result(node, call)
             for tail in (a for a in (*call.args, *call.kwargs.values()) if isinstance(a, CausalTail)):
                 self.new[node].meta[CAUSAL_TAIL] = (shape(tail.query)[-2], tail.last)
@@ -77,8 +76,11 @@ class _Writer:
         if held is EVERYTHING or (isinstance(held, Rows) and held.last != need.rows.last):
             self.new[node] = self._slice(self.new[node], need.rows)
 
-    def resolve(self, argument: Any) -> Any:
-        """A narrowed call's argument in the new graph."""
+    def resolve(self, argument: Any, like: Node | None = None) -> Any:
+        """A narrowed call's argument in the new graph. `like`: the node whose call it is."""
+        if isinstance(argument, Call):
+            args, kwargs = self.resolve(argument.args, like), self.resolve(argument.kwargs, like)
+            return self.emit(argument.target, *args, like=like, **kwargs)
         if isinstance(argument, Need):
             return self.fetch(argument.node, argument.rows)
         if isinstance(argument, CausalTail):
@@ -86,9 +88,9 @@ class _Writer:
         if isinstance(argument, Node):
             return self.fetch(argument, EVERYTHING)
         if isinstance(argument, list | tuple):
-            return type(argument)(self.resolve(item) for item in argument)
+            return type(argument)(self.resolve(item, like) for item in argument)
         if isinstance(argument, dict):
-            return {name: self.resolve(item) for name, item in argument.items()}
+            return {name: self.resolve(item, like) for name, item in argument.items()}
         return argument
 
     def fetch(self, node: Node, wanted: Demand) -> Node:

@@ -78,7 +78,7 @@ def scaled(last: int, size: IntLike, other: IntLike) -> int | None:
 
 
 def reshape(node: Node, rows: Rows) -> Call | None:
-    """view, reshape, flatten: found by memory order; the narrowed size is left to be inferred.
+    """view, reshape, flatten, squeeze, ...: found by memory order; the narrowed size is left to be inferred.
 
     A view becomes a reshape: the last rows of a value, cut out of the whole, are no longer contiguous.
     """
@@ -89,21 +89,20 @@ def reshape(node: Node, rows: Rows) -> Call | None:
         return None
     given = arguments(node)
     name = next((n for n in ("size", "shape") if n in given), None)
-    if name is None:  # flatten: takes no sizes
-        return first_operand(node, source)
-    sizes: list[Any] = list(given[name])
-    for dim, size in enumerate(sizes):
-        if size == -1 and dim != rows.dim:
-            known = shape(node)[dim]
-            if not isinstance(known, int):
-                if count(rows) is None:
-                    return None
-                sizes[rows.dim] = count(rows)
-                break
-            sizes[dim] = known
-    else:
-        sizes[rows.dim] = -1
+    sizes: list[Any] = list(given[name] if name is not None else shape(node))
+    sizes = [known if is_inferred(size) else size for size, known in zip(sizes, shape(node), strict=True)]
+    unknown = [dim for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt) and dim != rows.dim]
+    if len(unknown) > 1 or (unknown and count(rows) is None):
+        return None  # only one size can be inferred
+    sizes[rows.dim] = -1
+    if unknown:
+        sizes[unknown[0]], sizes[rows.dim] = -1, count(rows)
     return Call(aten.reshape.default, (Need(operand, source), sizes))
+
+
+def is_inferred(size: Any) -> bool:
+    """Whether a size is given as -1."""
+    return isinstance(size, int) and size == -1
 
 
 def expand(node: Node, rows: Rows) -> Call | None:
@@ -185,14 +184,66 @@ def reaches_the_end(node: Node) -> bool:
 
 
 def slice_(node: Node, rows: Rows) -> Call | None:
-    """Other dimensions pass; the last rows of `x[a:]` are the last rows of x."""
+    """Other dimensions pass; the last rows of `x[a:]` are the last rows of x, those of `x[:-c]` lie c further up."""
     given = arguments(node)
-    if rows.dim != positive(given["dim"], len(shape(node))):
+    operand, dim = given["self"], positive(given["dim"], len(shape(node)))
+    if rows.dim != dim:
         return first_operand(node, rows)
-    long_enough = at_least(shape(node)[rows.dim], rows.last)
-    if given["step"] != 1 or not same(rows.blocks, 1) or not reaches_the_end(node) or not long_enough:
+    if given["step"] != 1 or not same(rows.blocks, 1) or not at_least(shape(node)[dim], rows.last):
         return None
-    return Call(None, (Need(given["self"], rows),))
+    if reaches_the_end(node):
+        return Call(None, (Need(operand, rows),))
+    size, end = shape(operand)[dim], given["end"].meta["val"] if isinstance(given["end"], Node) else given["end"]
+    left_out = plain(-end if isinstance(end, int) and end < 0 else size - end)
+    if left_out is None or left_out < 1 or not at_least(size, rows.last + left_out):
+        return None
+    need = Need(operand, Rows(dim, rows.last + left_out))
+    return Call(aten.slice.Tensor, (need, dim, 0, rows.last))
+
+
+def slice_scatter(node: Node, rows: Rows) -> Call | None:
+    """A slice along one dimension is replaced; the others pass."""
+    given = arguments(node)
+    if rows.dim == positive(given["dim"], len(shape(node))):
+        return None
+    return rewrite(node, self=Need(given["self"], rows), src=Need(given["src"], rows))
+
+
+def select_scatter(node: Node, rows: Rows) -> Call | None:
+    """One entry of one dimension is replaced; the others pass."""
+    given = arguments(node)
+    gone = positive(given["dim"], len(shape(node)))
+    if rows.dim == gone:
+        return None
+    inner = rows.at(rows.dim - (rows.dim > gone))
+    return rewrite(node, self=Need(given["self"], rows), src=Need(given["src"], inner))
+
+
+def scatter(node: Node, rows: Rows) -> Call | None:
+    """out[index[i, j], j] = src[i, j]: other dimensions than `dim` pass, where all operands have them whole."""
+    given = arguments(node)
+    names = [name for name in ("self", "index", "src") if isinstance(given.get(name), Node)]
+    if rows.dim == positive(given["dim"], len(shape(node))):
+        return None
+    if not all(same(shape(given[name])[rows.dim], shape(node)[rows.dim]) for name in names):
+        return None
+    return rewrite(node, **{name: Need(given[name], rows) for name in names})
+
+
+def narrow(node: Node, rows: Rows) -> Call | None:
+    """A range of one dimension; the others pass."""
+    return first_operand(node, rows) if rows.dim != positive(arguments(node)["dim"], len(shape(node))) else None
+
+
+def unfold(node: Node, rows: Rows) -> Call | None:
+    """Windows along one dimension, in a new last one; the others pass."""
+    cut = positive(arguments(node)["dimension"], len(shape(node)) - 1)
+    return first_operand(node, rows) if rows.dim not in (cut, len(shape(node)) - 1) else None
+
+
+def triangle(node: Node, rows: Rows) -> Call | None:
+    """tril and triu mask the last two dimensions by position; the others pass."""
+    return first_operand(node, rows) if rows.dim < len(shape(node)) - 2 else None
 
 
 def cat(node: Node, rows: Rows) -> Call | None:
@@ -252,12 +303,20 @@ def repeat(node: Node, rows: Rows) -> Call | None:
 
 
 def pad(node: Node, rows: Rows) -> Call | None:
-    """Dimensions that are not padded pass. `pad` lists pairs from the last dimension back."""
-    pair = 2 * (len(shape(node)) - 1 - rows.dim)
-    amounts = list(arguments(node)["pad"])
-    if any(amount != 0 for amount in amounts[pair : pair + 2]):
+    """Dimensions that are not padded pass; what is added in front goes. `pad` lists pairs from the last dimension."""
+    given = arguments(node)
+    operand, pair = given["self"], 2 * (len(shape(node)) - 1 - rows.dim)
+    amounts = list(given["pad"])
+    before, after = (*amounts[pair : pair + 2], 0, 0)[:2]
+    if before == 0 and after == 0:
+        return first_operand(node, rows)
+    plainly = isinstance(before, int) and isinstance(after, int) and before >= 0 and after >= 0
+    constant = given.get("mode", "constant") == "constant"
+    inner = rows.last - after if plainly else 0
+    if not (constant and inner > 0 and same(rows.blocks, 1) and at_least(shape(operand)[rows.dim], inner)):
         return None
-    return first_operand(node, rows)
+    amounts[pair] = 0
+    return rewrite(node, self=Need(operand, Rows(rows.dim, inner)), pad=amounts)
 
 
 # ---------------------------------------------------------------- look-ups

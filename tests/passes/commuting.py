@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from ridgefill_compile.passes.calls import CausalTail, Need
+from ridgefill_compile.passes.calls import Call, CausalTail, Need
 from ridgefill_compile.passes.rows import IntLike, Rows
 from ridgefill_compile.passes.rules import rule_for
 from tests.passes.graphs import aten, fake, fake_mode
@@ -195,6 +195,8 @@ class Square:
         """A narrowed call's argument, as real values."""
         if isinstance(argument, Need):
             return self.narrowed(argument.node, argument.rows, whole)
+        if isinstance(argument, Call):
+            return argument.target(*self._given(argument.args, whole), **self._given(argument.kwargs, whole))
         if isinstance(argument, CausalTail):
             return causal_tail(self.real[argument.query], self.real[argument.key], argument.last)
         if isinstance(argument, Node):

@@ -101,6 +101,9 @@ def reductions() -> Iterator[Sample]:
         for op in (aten.var.correction, aten.std.correction):
             yield sample(op, real(2, N, N), [-1], correction=1, keepdim=keepdim)
             yield sample(op, strided(2, N, N), [1], keepdim=keepdim)
+        for op in (aten.var.dim, aten.std.dim):
+            yield sample(op, real(2, N, N), [-1], True, keepdim)
+            yield sample(op, strided(2, N, N), [1], False, keepdim)
         for op in (aten.prod.dim_int, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim):
             yield from with_dims(op, keepdim=keepdim)
         for op in (aten.any.dim, aten.all.dim):
@@ -138,6 +141,7 @@ def along() -> Iterator[Sample]:
     yield sample(aten.glu.default, real(2, N, N))
     for dims in ([1], [-1], [0, 1], [-2, -1]):
         yield sample(aten.flip.default, real(2, N, N), dims)
+        yield sample(aten.roll.default, real(2, N, N), [1] * len(dims), dims)
 
 
 def norms() -> Iterator[Sample]:
@@ -265,6 +269,10 @@ def views() -> Iterator[Sample]:
         yield sample(aten.flatten.using_ints, real(2, N, N), *dims)
         yield sample(aten.flatten.using_ints, strided(2, N, N, N), *dims)
     yield sample(aten.flatten.using_ints, real(N))
+    for dim, sizes in ((1, [2, 3]), (-1, [3, -1]), (0, [N, 1]), (2, [N])):
+        yield sample(aten.unflatten.int, real(N, N, N), dim, sizes)
+        yield sample(aten.unflatten.int, strided(N, N, N), dim, sizes)
+    yield sample(aten.unflatten.int, real(2, N, N), -1, [2, 3], dynamic=[(0, 1)])
     rows = Size(0, 1)
     for op in (aten.view.default, aten.reshape.default):
         yield sample(op, real(2, N, N * 4), [2, rows, N, 4], dynamic=[(0, 1)])
@@ -303,7 +311,7 @@ def permutations() -> Iterator[Sample]:
         yield sample(aten.permute.default, real(2, N, N), order)
         yield sample(aten.permute.default, strided(N, N, N), order)
     yield sample(aten.permute.default, real(2, N, 3, 4), [0, 2, 1, 3], dynamic=[(0, 1)])
-    for op in (aten.transpose.int, aten.swapaxes.default):
+    for op in (aten.transpose.int, aten.swapaxes.default, aten.swapdims.default):
         for dims in ((1, 2), (-1, -2), (0, 2), (1, 1), (-3, 1)):
             yield sample(op, real(2, N, N), *dims)
     yield sample(aten.t.default, real(N, N))
@@ -320,6 +328,8 @@ def single_dims() -> Iterator[Sample]:
     for x in (real(2, 1, N, 1), real(1, N, N), real(1, 1, N), strided(N, 1, N)):
         for dim in range(-x.dim(), x.dim()):
             yield sample(aten.squeeze.dim, x, dim)
+        yield sample(aten.squeeze.default, x)
+        yield sample(aten.squeeze.dims, x, [0, -1])
     for x in (real(2, N, N), strided(N, N, N)):
         for dim in range(-3, 3):
             yield sample(aten.select.int, x, dim, 1)
@@ -346,6 +356,7 @@ def slices() -> Iterator[Sample]:
 def joints() -> Iterator[Sample]:
     cat = aten.cat.default
     for dim in (0, 1, -1, -2):
+        yield sample(aten.concat.default, [real(N, N, N), strided(N, N, N)], dim)
         yield sample(cat, [real(N, N, N), strided(N, N, N)], dim)
         yield sample(aten.stack.default, [real(N, N, N), strided(N, N, N)], dim)
     yield sample(aten.stack.default, [real(2, N), real(2, N), real(2, N)])
@@ -366,11 +377,66 @@ def joints() -> Iterator[Sample]:
     yield sample(cat, [real(2, 5, 4), real(2, 7, 4)], 1, dynamic=[(0, 1), (1, 1)])
 
 
+def scatters() -> Iterator[Sample]:
+    for dim in (0, 1, -1):
+        for start, stop, step in ((1, 4, 1), (0, N, 2), (None, None, 1)):
+            taken = len(range(*slice(start, stop, step).indices(N)))
+            size = [N, N, N]
+            size[dim] = taken
+            yield sample(aten.slice_scatter.default, real(N, N, N), real(*size), dim, start, stop, step)
+        yield sample(aten.select_scatter.default, strided(N, N, N), real(N, N), dim, 2)
+        yield sample(aten.select_scatter.default, real(N, N, N), strided(N, N), dim, -1)
+        for size in ([N, N, N], [2, N, N], [N, 2, 3]):
+            yield sample(aten.scatter.src, real(N, N, N), dim, whole(N, *size), real(N, N, N))
+            yield sample(aten.scatter.value, real(N, N, N), dim, whole(N, *size), 3.0)
+    yield sample(aten.copy.default, real(2, N, N), real(N))
+    yield sample(aten.copy.default, real(2, N, N), real(N, 1).double())
+
+
+def windows() -> Iterator[Sample]:
+    op, channels = aten.conv1d.default, N
+    for padding, kernel in ((0, 1), (0, 3), (2, 3), (3, 4), (1, 3), (0, N)):
+        yield sample(
+            op, real(2, channels, N + 3), real(channels, 1, kernel), real(channels), [1], [padding], [1], channels
+        )
+        yield sample(op, strided(2, channels, N), real(4, channels, kernel), None, [1], [padding])
+    yield sample(op, real(2, N, 3 * N), real(N, 1, 3), None, [1], [4], [2], N)
+    yield sample(op, real(2, N, 3 * N), real(N, 1, 3), None, [2], [2], [1], N)
+    yield sample(op, real(N, 2 * N), real(4, N, 3), None, [1], [2])
+    yield sample(op, real(2, N, 9), real(N, 1, 4), None, [1], [3], [1], N, dynamic=[(0, 2)])
+    for dim in (0, 1, -1):
+        yield sample(aten.unfold.default, real(N, N, N), dim, 2, 1)
+        yield sample(aten.unfold.default, strided(N, N, N), dim, 3, 2)
+        yield sample(aten.narrow.default, real(N, N, N), dim, 1, 3)
+    for packet in (aten.tril, aten.triu):
+        yield sample(packet.default, real(2, N, N), 1)
+        yield sample(packet.default, strided(N, N, N, N))
+
+
+def scans() -> Iterator[Sample]:
+    """Recurrences: [batch, rows, heads, entries], or [batch, channels, rows] of the selective scan."""
+    ops = torch.ops.ridgefill
+    for state in (None, real(2, N, 3, 4)):
+        query, key, value = real(2, N, N, 3), strided(2, N, N, 3), real(2, N, N, 4)
+        decay = -real(2, N, N).abs()
+        gate = real(2, N, N).sigmoid()
+        yield sample(ops.gated_delta_rule.default, query, key, value, decay, gate, state, 0.5, True)
+        yield sample(ops.linear_attention.default, query, key, value, decay, state)
+    for state in (None, real(2, N, 4)):
+        x, step = real(2, N, N), real(2, N, N).sigmoid()
+        yield sample(ops.selective_scan.default, x, step, -real(N, 4).abs(), real(2, 4, N), real(2, 4, N), state)
+    for state in (None, real(2, N)):
+        yield sample(ops.linear_recurrence.default, real(2, N, N), real(2, N, N).sigmoid(), state, -1)
+    yield sample(ops.wkv.default, -real(N).abs(), real(N), real(2, N, N), real(2, N, N), None, -1)
+
+
 def cuts() -> Iterator[Sample]:
     for dim in (0, 1, -1):
         yield sample(aten.split.Tensor, real(N, N, N), 4, dim)
         yield sample(aten.split_with_sizes.default, strided(N, N, N), [1, 2, 3], dim)
         yield sample(aten.chunk.default, real(N, N, N), 2, dim)
+        yield sample(aten.unsafe_chunk.default, real(N, N, N), 2, dim)
+        yield sample(aten.unsafe_split.Tensor, strided(N, N, N), 4, dim)
     yield sample(aten.split.Tensor, real(N, N), 2)
     yield sample(aten.split_with_sizes.default, real(2, N, N), [2, 4], -1, dynamic=[(0, 1)])
     yield sample(aten.chunk.default, real(2, N, N), 3, -1, dynamic=[(0, 1)])
@@ -423,9 +489,15 @@ def look_ups() -> Iterator[Sample]:
 
 def untagged() -> Iterator[Sample]:
     """Elementwise ops that lack the tag."""
-    for op in (aten.multiply.Tensor, aten.divide.Tensor, aten.polar.default):
+    for op in (
+        aten.multiply.Tensor,
+        aten.divide.Tensor,
+        aten.polar.default,
+        aten.subtract.Tensor,
+        aten.floor_divide.default,
+    ):
         yield from pointwise(op)
-    for op in (aten.log_sigmoid.default, aten.hardswish.default):
+    for op in (aten.log_sigmoid.default, aten.hardswish.default, aten.negative.default):
         yield from pointwise(op)
     for op in (aten.__and__.Tensor, aten.__or__.Tensor):
         yield sample(op, flags(2, N, N), flags(N, 1))
@@ -460,6 +532,9 @@ FAMILIES = (
     single_dims,
     slices,
     joints,
+    scatters,
+    windows,
+    scans,
     cuts,
     look_ups,
 )

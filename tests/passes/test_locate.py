@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -222,18 +223,52 @@ def test_sum_over_rows_is_no_state() -> None:
         check_late_states(module.graph, located, 0)
 
 
-def test_state_shifted_by_a_row_is_refused() -> None:
-    """Row i of the state would be row i - 1 of the input, and the last prefix row's would be exact."""
+def test_state_shifted_by_a_row_is_a_state() -> None:
+    """Row i of it is row i - 1 of the input, as a convolution's is made of a few: merged rows, in order."""
 
     def shifted(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        h, k, v = attend(x.sin(), w)
+        q, k, v = (functional.linear(x.sin(), part) for part in w)
         v = torch.cat([torch.zeros(1, 1, 4), v[:, :-1]], 1)
+        h = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return (x + h)[:, -1:], k, v
 
     module = traced(shifted, X, W)
-    located = locate(module.graph)
-    with pytest.raises(CannotFill, match="neither written row by row"):
-        check_late_states(module.graph, located, 0)
+    check_late_states(module.graph, locate(module.graph), 0)
+
+
+def query(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = (functional.linear(x.sin(), part) for part in w)
+    return (x + functional.scaled_dot_product_attention(q, k, v, is_causal=True))[:, -1:], q, k, v
+
+
+def normed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x.sin()
+    q, k, v = (functional.linear(y, part) for part in w)
+    return (x + functional.scaled_dot_product_attention(q, k, v, is_causal=True))[:, -1:], y, k, v
+
+
+def early_exit(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    early = functional.linear(x.cos(), w[0])
+    h, k, v = attend(x.sin(), w)
+    return (x + h)[:, -1:], early, k, v
+
+
+@pytest.mark.parametrize("function", [query, normed, early_exit], ids=lambda f: f.__name__)
+def test_what_no_other_row_reads_is_no_state(function: Callable[..., tuple[Tensor, ...]]) -> None:
+    module = traced(function, X, W)
+    with pytest.raises(CannotFill, match="no later row reads"):
+        check_late_states(module.graph, locate(module.graph), 0)
+
+
+@pytest.mark.parametrize("part", [lambda x: x[..., -2:], lambda x: x.reshape(2, 3, 4)[-1:]], ids=["features", "blocks"])
+def test_few_entries_of_all_rows_are_not_few_rows(part: Callable[[Tensor], Tensor]) -> None:
+    def features(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        h, k, v = attend(x.sin(), w)
+        return part(x + h), k, v
+
+    module = traced(features, X, W)
+    with pytest.raises(CannotFill, match="more rows than the tail"):
+        check_wanted_rows(module.graph, locate(module.graph), 2)
 
 
 def test_two_streams_meet_late() -> None:
@@ -308,7 +343,8 @@ def test_an_output_of_several_layers_is_no_state() -> None:
             x = x + h
             scores.append(functional.linear(x, w[0]))
             states += [k, v]
-        return (x[:, -1:], torch.stack(scores).sum(2).mean(0), *states)
+        loss = torch.stack(scores).sum(2).mean(0)
+        return (x.exp()[:, -1:], loss, *states)
 
     module = traced(loss, X, W)
     located = locate(module.graph)

@@ -13,6 +13,7 @@ from ridgefill_compile.passes import arithmetic_rules, calls, layout_rules, rule
 from ridgefill_compile.passes.calls import Call, Need, Rule, arguments, first_operand, rewrite, shape
 from ridgefill_compile.passes.rows import IntLike, Rows, same
 from ridgefill_compile.passes.rules import RULES
+from ridgefill_compile.recurrences import RECURRENCES
 from tests.passes.commuting import judge
 from tests.passes.graphs import aten
 from tests.passes.samples import by_op, spread
@@ -71,6 +72,9 @@ def nothing_narrowed(rule: Rule) -> Rule:
 
 CONSTANT = {op for op in OPS if any(word in str(op) for word in ("ones", "zeros", "full", "empty"))}
 NO_OPERANDS = {op for op in CONSTANT if "like" not in str(op)}
+NO_OPERANDS |= {op for op, recurrence in RECURRENCES.items() if not recurrence.query_side}
+    op for op, r in RECURRENCES.items() if not r.query_side
+}
 REFUSES_BLOCKS = {aten.scaled_dot_product_attention.default}
 
 

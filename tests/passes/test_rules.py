@@ -29,6 +29,11 @@ _JOINT = "rows that span operands, or whose last operand is empty or of a narrow
 _FRONT = "rows that are added in front leave the last ones as they are"
 _APART = "blocks that are cut, or whose number does not provably divide a symbolic size"
 
+_WRITTEN = "rows that are written into, or behind what is written"
+_CORNER = "rows whose mask leaves all of them"
+_SCAN = "samples, heads, channels and entries of a scan; rows in blocks"
+_EVERY = {(dim, blocks) for dim in (-3, -2, -1) for blocks in ("", "blocks")}
+
 # Narrowings that would be right and that no rule says: op -> why, and on which dimensions of the result.
 KNOWN_GAPS: dict[Any, tuple[str, set[Role]]] = {
     aten.linear.default: (_WEIGHT, {(-1, ""), (-1, "blocks")}),
@@ -46,6 +51,7 @@ KNOWN_GAPS: dict[Any, tuple[str, set[Role]]] = {
     aten.view.default: (_APART, {(-3, "blocks"), (-2, "blocks"), (-1, "blocks")}),
     aten.reshape.default: (_APART, {(-3, "blocks"), (-2, "blocks"), (-1, "blocks")}),
     aten.flatten.using_ints: (_APART, {(-2, "blocks")}),
+    aten.unflatten.int: (_APART, {(-3, "blocks")}),
     aten.squeeze.dim: (
         "the dimension to squeeze, where it is longer than 1 and stays",
         {(-4, ""), (-3, ""), (-3, "blocks"), (-2, ""), (-2, "blocks"), (-1, ""), (-1, "blocks")},
@@ -55,6 +61,15 @@ KNOWN_GAPS: dict[Any, tuple[str, set[Role]]] = {
         {(-3, ""), (-3, "blocks"), (-2, ""), (-2, "blocks"), (-1, ""), (-1, "blocks")},
     ),
     aten.cat.default: (_JOINT, {(-3, "blocks"), (-2, ""), (-2, "blocks"), (-1, "blocks")}),
+    aten.concat.default: (_JOINT, {(-3, "blocks"), (-2, "blocks"), (-1, "blocks")}),
+    aten.slice_scatter.default: (_WRITTEN, _EVERY),
+    aten.select_scatter.default: (_WRITTEN, _EVERY),
+    aten.scatter.src: (_WRITTEN, _EVERY),
+    aten.scatter.value: (_WRITTEN, _EVERY),
+    aten.tril.default: (_CORNER, {(-2, "")}),
+    aten.triu.default: (_CORNER, {(-1, "")}),
+    aten.unsafe_chunk.default: (_AHEAD, {(-3, ""), (-2, ""), (-1, "")}),
+    aten.unsafe_split.Tensor: (_AHEAD, {(-3, ""), (-2, ""), (-1, "")}),
     aten.split.Tensor: (_AHEAD, {(-3, ""), (-2, ""), (-1, "")}),
     aten.split_with_sizes.default: (_AHEAD, {(-3, ""), (-2, ""), (-1, "")}),
     aten.chunk.default: (_AHEAD, {(-3, ""), (-2, ""), (-1, "")}),
@@ -62,12 +77,18 @@ KNOWN_GAPS: dict[Any, tuple[str, set[Role]]] = {
         "what is repeated along its rows ends with its last ones",
         {(-3, ""), (-3, "blocks"), (-2, ""), (-2, "blocks"), (-1, "")},
     ),
-    aten.constant_pad_nd.default: (_FRONT, {(-2, ""), (-1, "")}),
+    aten.constant_pad_nd.default: (_FRONT, {(-2, "")}),
+    aten.conv1d.default: ("channels; rows in blocks", {(-2, ""), (-2, "blocks"), (-1, "blocks")}),
     aten.pad.default: (_FRONT, {(-2, ""), (-1, "")}),
     aten.index.Tensor: (
         "indices with a `:` between them",
         {(dim, blocks) for dim in (-4, -3, -2, -1) for blocks in ("", "blocks")},
     ),
+    torch.ops.ridgefill.gated_delta_rule.default: (_SCAN, _EVERY | {(-4, "")}),
+    torch.ops.ridgefill.linear_attention.default: (_SCAN, _EVERY | {(-4, "")}),
+    torch.ops.ridgefill.linear_recurrence.default: (_SCAN, _EVERY - {(-3, "blocks"), (-2, "blocks")}),
+    torch.ops.ridgefill.selective_scan.default: (_SCAN, _EVERY - {(-3, "blocks")}),
+    torch.ops.ridgefill.wkv.default: (_SCAN, _EVERY - {(-3, "blocks"), (-2, "blocks")}),
     aten.gather.default: ("an index that is smaller than the operand", {(-3, ""), (-2, ""), (-1, "blocks")}),
 }
 
