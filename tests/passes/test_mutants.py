@@ -73,8 +73,6 @@ def nothing_narrowed(rule: Rule) -> Rule:
 CONSTANT = {op for op in OPS if any(word in str(op) for word in ("ones", "zeros", "full", "empty"))}
 NO_OPERANDS = {op for op in CONSTANT if "like" not in str(op)}
 NO_OPERANDS |= {op for op, recurrence in RECURRENCES.items() if not recurrence.query_side}
-    op for op, r in RECURRENCES.items() if not r.query_side
-}
 REFUSES_BLOCKS = {aten.scaled_dot_product_attention.default}
 
 
