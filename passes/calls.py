@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -112,3 +112,14 @@ def first_operand(node: Node, rows: Rows) -> Call:
     operand = node.args[0]
     assert isinstance(operand, Node)
     return Call(node.target, (Need(operand, rows), *node.args[1:]), dict(node.kwargs))
+
+
+def needs(argument: object) -> Iterator[Need]:
+    """The narrowed operands of a call's arguments."""
+    if isinstance(argument, Need):
+        yield argument
+    elif isinstance(argument, Call):
+        yield from needs([*argument.args, *argument.kwargs.values()])
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from needs(item)

@@ -130,10 +130,8 @@ def whole_suffix(node: Node) -> Call | None:
     `x[-k:]` with `1 <= k <= T` becomes `x[-T:][-k:]`: a `logits_to_keep` that changes from call to call is symbolic.
     A scan's state, read whole, needs no outputs of the scan: one row of them, since something must come out.
     """
-    if node.target is operator.getitem and node.args[1] != 0 and node.args[0].target in RECURRENCES:  # type: ignore[union-attr]
-        scan = node.args[0]
-        assert isinstance(scan, Node)
-        return Call(operator.getitem, (Need(scan, Rows(RECURRENCES[scan.target].row_dim, 1)), node.args[1]))  # type: ignore[index]
+    if node.target is operator.getitem:
+        return _state_of_scan(node)
     if node.target not in (aten.slice.Tensor, aten.select.int):
         return None
     given = arguments(node)
@@ -153,3 +151,11 @@ def whole_suffix(node: Node) -> Call | None:
     if start is None or not at_least(-1, start) or not at_least(shape(given["self"])[dim], last):
         return None  # counted from the front, it would start elsewhere in the last rows
     return rewrite(node, self=need)
+
+
+def _state_of_scan(node: Node) -> Call | None:
+    scan, number = node.args
+    assert isinstance(scan, Node)
+    if not isinstance(scan.target, torch._ops.OpOverload) or scan.target not in RECURRENCES or number == 0:
+        return None
+    return Call(operator.getitem, (Need(scan, Rows(RECURRENCES[scan.target].row_dim, 1)), number))

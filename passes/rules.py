@@ -83,12 +83,13 @@ def rule_for(node: Node) -> Rule | None:
     """The rule of this node's op, or None."""
     if node.op != "call_function":
         return None
-    rule = RULES.get(node.target)
+    target: Any = node.target
+    rule = RULES.get(target)
     if rule is not None:
         return rule
-    if isinstance(node.target, RowByRow):
-        return node.target.rule
-    tags = getattr(node.target, "tags", ())
+    if isinstance(target, RowByRow):
+        return target.rule
+    tags = getattr(target, "tags", ())
     if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
         return pointwise
     return None

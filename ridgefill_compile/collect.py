@@ -16,7 +16,8 @@ from ridgefill_compile.errors import CalibrationError, CannotFill, OptionError, 
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.accumulate import Extra, accumulate
 from ridgefill_compile.passes.experts import expand
-from ridgefill_compile.passes.locate import Located, check_late_states, locate
+from ridgefill_compile.passes.locate import Located, locate
+from ridgefill_compile.passes.outputs import check_late_states
 from ridgefill_compile.ridge import RidgeStatistics
 
 

@@ -17,8 +17,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ridgefill_compile.passes.calls import CAUSAL_TAIL, arguments, aten, shape
-from ridgefill_compile.passes.experts import GROUPED_PRODUCTS, Region
-
+from ridgefill_compile.passes.experts import Region
+from ridgefill_compile.passes.shuffled import GROUPED_PRODUCTS
 from ridgefill_compile.recurrences.table import RECURRENCES
 
 

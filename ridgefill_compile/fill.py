@@ -20,7 +20,8 @@ from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.passes.experts import expand
-from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
+from ridgefill_compile.passes.locate import Located, locate
+from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner

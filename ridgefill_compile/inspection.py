@@ -24,7 +24,8 @@ from ridgefill_compile.passes.calls import aten
 from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import fake_mode_of
-from ridgefill_compile.passes.locate import Layer, Located, check_late_states, check_wanted_rows, locate
+from ridgefill_compile.passes.locate import Layer, Located, locate
+from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows
 

@@ -19,7 +19,8 @@ from ridgefill_compile.fill import choose_fill
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.experts import expand
-from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
+from ridgefill_compile.passes.locate import Located, locate
+from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.plan import plan

@@ -16,7 +16,8 @@ from torch.nn import functional
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.emit import copy_module
-from ridgefill_compile.passes.locate import Located, check_late_states, check_wanted_rows, locate
+from ridgefill_compile.passes.locate import Located, locate
+from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.rows import same
 from ridgefill_compile.passes.verify import results_of
 from tests.decoders import FILLED, LAYERS, RECURRENT, states_of, token_ids
