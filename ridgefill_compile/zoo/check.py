@@ -61,7 +61,7 @@ class Verdict:
         gain: multiply-adds exact over filled, at the sizes of the check.
         blocked_by: ops of late layers that run on more rows than are read, with the first node of each.
         reason: why it is not filled, or what failed.
-        calls: outcome of each kind of call: "ok", "skipped: ..", "refused: .." or "failed: ..".
+        calls: outcome of each kind of call: "ok", "ok, but ..", "skipped: ..", "refused: .." or "failed: ..".
         notes: what to know beside.
         seconds: that all this took.
     """
@@ -219,7 +219,10 @@ def _run(caller: Caller, variants: _Traced, prepare: Prepare, verdict: Verdict) 
     except Exception as error:  # a model's own code may raise anything
         return f"skipped: the model itself fails: {_first_line(error)}"
     flags = FEWER_BREAKS if any(note.startswith("traced with") for note in verdict.notes) else {}
-    found = _compiled(caller, variants, prepare, flags)
+    try:
+        found = _compiled(caller, variants, prepare, flags)
+    except Exception as error:  # whose fault it is shows without us
+        return f"{'failed' if _compiles(caller, prepare) else 'skipped'}: compiled, it raises {_first_line(error)}"
     if not verdict.graphs and variants.graphs_of_first_call > 1:
         again = _Traced(split=variants.split, tail=variants.tail)
         outputs = _compiled(caller, again, prepare, FEWER_BREAKS)
@@ -227,7 +230,7 @@ def _run(caller: Caller, variants: _Traced, prepare: Prepare, verdict: Verdict) 
             vars(variants).update(vars(again))
             found = outputs
             verdict.notes.append(f"traced with {', '.join(f'torch._dynamo.config.{flag}' for flag in FEWER_BREAKS)}")
-    return _judged(caller, variants, prepare, worst(expected, found))
+    return _judged(caller, variants, prepare, worst(expected, found), len(calls))
 
 
 def _in_double(caller: Caller, prepare: Prepare, verdict: Verdict, outcome: str, variants: _Traced) -> str:
@@ -261,7 +264,7 @@ def _compiled(caller: Caller, variants: _Traced, prepare: Prepare, flags: Mappin
         return logits
 
 
-def _judged(caller: Caller, variants: _Traced, prepare: Prepare, traced: float) -> str:
+def _judged(caller: Caller, variants: _Traced, prepare: Prepare, traced: float, calls: int) -> str:
     dtype = next(caller.model.parameters()).dtype
     tolerance = TOLERANCE.get(dtype, 2e-2)
     if traced > 10 * tolerance and worst(*_twice(caller, prepare)) < traced / 2:
@@ -277,7 +280,8 @@ def _judged(caller: Caller, variants: _Traced, prepare: Prepare, traced: float) 
     mapped = len(variants.located.layers) > variants.split + 1  # the split layer itself reads true inputs
     if mapped and not any(worst(r["exact"], r["eliminated"]) > tolerance for r in variants.results):
         return "failed: the fill changed nothing"
-    return "ok"
+    filled = len(variants.results)
+    return "ok" if filled == calls else f"ok, but {filled} of {calls} filled: {_refusal(variants)}"
 
 
 def _twice(caller: Caller, prepare: Prepare) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -286,6 +290,15 @@ def _twice(caller: Caller, prepare: Prepare) -> tuple[list[torch.Tensor], list[t
     compiled = torch.compile(caller.module, backend="eager")
     uncompiled = [logits_of(caller.module(**call)) for call in prepare() or []]
     return uncompiled, [logits_of(compiled(**call)) for call in prepare() or []]
+
+
+def _compiles(caller: Caller, prepare: Prepare) -> bool:
+    """Whether Dynamo alone can compile the model, and run it."""
+    try:
+        _twice(caller, prepare)
+    except Exception:  # a model's own code may raise anything
+        return False
+    return True
 
 
 def _refusal(variants: _Traced) -> str:
@@ -307,6 +320,7 @@ def _take_over(verdict: Verdict, variants: _Traced, outcome: str, split: int) ->
         return
     cost = variants.cost
     verdict.filled = bool(variants.results)
+    verdict.reason = outcome if outcome.startswith("ok,") else ""
     if cost is not None:
         verdict.gain = round(cost.exact / max(1, cost.filled), 3)
         verdict.eliminated = cost.filled <= cost.allowed + 0.5

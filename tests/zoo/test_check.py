@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes import rules
+from ridgefill_compile.passes.route import route
+from ridgefill_compile.testing import variants
 from ridgefill_compile.zoo import check
 from ridgefill_compile.zoo.calling import Caller, worst
 from ridgefill_compile.zoo.check import KEPT, Verdict, check_model
@@ -131,3 +134,26 @@ def test_worst_difference() -> None:
     infinite = [[a[:2]], [a.double()], [torch.tensor([torch.inf, 20.0, 1.0])], [a, a], []]
     assert [worst([a], other) for other in infinite] == [torch.inf] * len(infinite)
     assert worst([torch.tensor([1, 2])], [torch.tensor([1, 3])]) == torch.inf
+
+
+def test_a_fill_that_fails_where_the_model_alone_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Any:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(variants, "route", broken)
+    found = check_model(llama(2), quick=True)
+    assert not found.sound
+    assert found.calls == {"lengths": "failed: compiled, it raises ZeroDivisionError: oh"}
+
+
+def test_lengths_that_are_refused_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def static_only(module: Any, located: Any, fill: Any) -> Any:
+        if not isinstance(located.rows, int):
+            raise CannotFill("not today")
+        return route(module, located, fill)
+
+    monkeypatch.setattr(variants, "route", static_only)
+    found = check_model(llama(), quick=True)
+    assert found.sound
+    assert found.filled
+    assert found.reason == found.calls["lengths"] == "ok, but 1 of 3 filled: not today"
