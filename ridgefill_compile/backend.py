@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill, MapsError, OptionError, RidgefillError, RidgefillWarning
-from ridgefill_compile.fill import fill_graph, other_weights
+from ridgefill_compile.fill import fill_graph, load_maps, other_weights, stamp_of
 from ridgefill_compile.options import Options
 from ridgefill_compile.plan import plan
+from ridgefill_compile.recurrences.substitute import known_substitutions, substitute_recurrences
 from ridgefill_compile.report import GraphReport, remember
 
 Compiled = Callable[..., Any]
@@ -69,24 +70,30 @@ def _raise_when_called(error: RidgefillError) -> Compiled:
 def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     """Fill a graph, or compile it exactly and say why."""
     graph_report = GraphReport(route=options.route, tail=options.tail)
-    remember((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), graph_report)
+    compiled_so_far = remember((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), graph_report)
     graph_report.graph_break = graph_break(module)
+    warn_of_limit(compiled_so_far)
     lowered = module
     try:
         decided = plan(module, options)
         graph_report.rows, graph_report.dynamic = decided.rows, decided.dynamic
         if decided.fill:
+            graph_report.hint = unrolled_recurrences(module)
             lowered = fill_graph(module, example_inputs, options, graph_report)
             graph_report.filled = True
-            graph_report.reason = f"prefix rows are filled from layer {graph_report.split} on"
+            graph_report.reason = (
+                f"prefix rows are filled from layer {graph_report.split} on"
+                if options.route != "lossless"
+                else "rows that nobody reads are dropped, and nothing is predicted"
+            )
         else:
             graph_report.reason = decided.reason
     except (OptionError, MapsError):
         raise
     except Exception as error:  # whatever goes wrong in a pass, the model can still answer exactly
-        if options.strict:
-            raise
         refusal = error if isinstance(error, CannotFill) else _bug(error)
+        if options.strict:
+            raise refusal from error
         graph_report.reason, graph_report.hint, graph_report.node = refusal.reason, refusal.hint, refusal.node
         warnings.warn(f"prompt runs exactly, not filled: {refusal}", RidgefillWarning, stacklevel=2)
     started = time.perf_counter()
@@ -100,26 +107,64 @@ def for_each_model(
 ) -> Compiled:
     """The compiled graph, which Dynamo also calls for other models of the same code, sizes and options.
 
-    Weights are inputs of the graph. When others arrive, the maps are held against them, once: a model that the maps
-    are not of runs the graph as it was handed over.
+    Weights are inputs of the graph. When others arrive, or they changed in place, the maps that were compiled in are
+    held against them again: a model that the maps are not of runs the graph as it was handed over. So does every model
+    once the maps' folder holds others: Dynamo takes equal options for the same backend and does not ask again.
     """
     places = [place for place, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)]
-    if not places:
-        return compiled
-    fits: WeakIdKeyDictionary = WeakIdKeyDictionary({example_inputs[places[0]]: True})
+    maps = load_maps(options.maps) if options.maps is not None else None
+    stamp = stamp_of(options.maps)
+    settled: list[tuple[Weights, bool]] = [(Weights([example_inputs[place] for place in places]), True)]
+
+    def fits(inputs: Sequence[Any]) -> bool:
+        parameters = [inputs[place] for place in places]
+        for weights, known in settled:
+            if weights.are(parameters):
+                return known
+        refusal = other_weights(options, maps, parameters)
+        if refusal is not None and options.strict:
+            raise refusal
+        settled[:] = [(weights, known) for weights, known in settled if not weights.gone()]
+        settled.insert(0, (Weights(parameters), refusal is None))
+        remember(parameters, graph_report if refusal is None else _exactly(graph_report, refusal))
+        return refusal is None
 
     def run(*inputs: Any) -> Any:
-        first = inputs[places[0]]
-        if first not in fits:
-            parameters = [inputs[place] for place in places]
-            refusal = other_weights(options, parameters)
-            if refusal is not None and options.strict:
+        if stamp_of(options.maps) != stamp:
+            refusal = CannotFill(
+                f"the maps in {options.maps} changed after this graph was compiled",
+                hint="call torch._dynamo.reset(), then the model again",
+            )
+            if options.strict:
                 raise refusal
-            fits[first] = refusal is None
-            remember(parameters, graph_report if refusal is None else _exactly(graph_report, refusal))
-        return compiled(*inputs) if fits[first] else module.forward(*inputs)
+            remember([inputs[place] for place in places], _exactly(graph_report, refusal))
+            return module.forward(*inputs)
+        return compiled(*inputs) if fits(inputs) else module.forward(*inputs)
 
     return run
+
+
+class Weights:
+    """A model's parameters as they were at one time, without keeping them alive."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.references = [weakref.ref(parameter) for parameter in parameters]
+        self.versions = [_version(parameter) for parameter in parameters]
+
+    def are(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same tensors, not written into since."""
+        return all(
+            reference() is parameter and version == _version(parameter)
+            for reference, version, parameter in zip(self.references, self.versions, parameters, strict=True)
+        )
+
+    def gone(self) -> bool:
+        """Whether the model they belong to is no more."""
+        return any(reference() is None for reference in self.references)
+
+
+def _version(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _exactly(graph_report: GraphReport, refusal: CannotFill) -> GraphReport:
@@ -132,6 +177,28 @@ def _exactly(graph_report: GraphReport, refusal: CannotFill) -> GraphReport:
         rows=graph_report.rows,
         dynamic=graph_report.dynamic,
     )
+
+
+def warn_of_limit(graphs: int) -> None:
+    """Say when Dynamo will compile no more of this model: what needs another graph then runs uncompiled, not filled."""
+    limit = torch._dynamo.config.recompile_limit
+    if graphs >= limit:
+        warnings.warn(
+            f"{graphs} graphs of this model are compiled, and torch._dynamo.config.recompile_limit is {limit}: calls "
+            "that need another one will run uncompiled, not filled, and report() will not show them; raise the limit",
+            RidgefillWarning,
+            stacklevel=3,
+        )
+
+
+def unrolled_recurrences(module: GraphModule) -> str | None:
+    """What to do if this graph holds a recurrence step by step that is one operator from now on."""
+    before = set(known_substitutions())
+    stacks = [(node.meta.get("nn_module_stack") or {}).values() for node in module.graph.nodes]
+    mine = {kind.__module__ for stack in stacks for _, kind in stack if isinstance(kind, type)}
+    if not any(s.operator and s.module in mine for s in set(substitute_recurrences()) - before):
+        return None
+    return "its recurrences were traced step by step: call torch._dynamo.reset(), then compile the model again"
 
 
 def inner_compiler(options: Options) -> Callable[[GraphModule, Sequence[Any]], Compiled]:

@@ -130,8 +130,10 @@ def calibrate(
         OptionError: a bad argument, or a split that the model does not have.
         CalibrationError: no text, or none as long as a quarter of a window; a weight, or a layer's input on
             some document, is NaN or infinite; the checkpoint is damaged or of another calibration.
-        CannotFill: the layers of the model cannot be located.
+        CalibrationError: the layers of the model cannot be located, or its ids lie outside its vocabulary.
     """
+    if not isinstance(splits, int | Sequence):
+        raise OptionError(f"splits must be a layer or a sequence of layers, not {splits!r}")
     layers = (splits,) if isinstance(splits, int) else tuple(splits)
     settings = _Settings(layers, window, stride, tuple(map(float, penalties)), held_out, dtype)
     documents = read_documents(texts_or_batches, tokenizer)

@@ -48,6 +48,8 @@ def capture(module: GraphModule) -> GraphModule:
         new.meta = {**old.meta, **new.meta, ARGUMENT: old.name}
     for node in traced.graph.nodes:  # make_fx records constants in a fake mode of its own
         if node.op == "get_attr":
+            if isinstance(getattr(traced, node.target), FakeTensor):
+                raise CannotFill("a value was computed while tracing and is not in the graph", node)
             node.meta["val"] = mode.from_tensor(getattr(traced, node.target), static_shapes=True)
     return collapse(functionalize(traced))
 

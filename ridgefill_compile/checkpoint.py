@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ridgefill_compile.atomic import replace_file
-from ridgefill_compile.errors import CalibrationError
+from ridgefill_compile.errors import CalibrationError, OptionError
 from ridgefill_compile.ridge import RidgeStatistics
 
 FILE = "calibration.safetensors"
@@ -47,6 +47,10 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path, settings: Mapping[str, Any]) -> None:
         self.path = Path(directory) / FILE
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"the checkpoint's directory cannot be made: {error}") from error
         self.settings: dict[str, Any] = json.loads(json.dumps({**settings, "version": _VERSION}))
 
     def load(self, device: torch.device) -> SumsSoFar | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from ridgefill_compile.apart import compile_apart
 from ridgefill_compile.backend import inner_compiler
 from ridgefill_compile.capture import capture
 from ridgefill_compile.errors import CalibrationError, CannotFill, OptionError, RidgefillError
@@ -18,6 +19,7 @@ from ridgefill_compile.passes.accumulate import Extra, accumulate
 from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.outputs import check_late_states
+from ridgefill_compile.recurrences.substitute import substitute_recurrences
 from ridgefill_compile.ridge import RidgeStatistics
 
 
@@ -43,7 +45,8 @@ class StateCollector:
         self.located: Located | None = None
         self._extras: list[Extra] = []
         self._values: list[Tensor] = []
-        self._compiled = {rows: torch.compile(model, backend=self._backend(rows)) for rows in (False, True)}
+        substitute_recurrences(model)
+        self._compiled = {rows: compile_apart(model, self._backend(rows)) for rows in (False, True)}
         accepted = inspect.signature(model.forward).parameters
         everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
         wanted = {"use_cache": True, "logits_to_keep": 1}
@@ -87,8 +90,12 @@ class StateCollector:
 
     def _run(self, input_ids: Tensor, rows: bool) -> list[tuple[Extra, Tensor]]:
         self._values = []
-        with torch.no_grad():
-            self._compiled[rows](input_ids, **self._arguments)
+        try:
+            with torch.no_grad():
+                self._compiled[rows](input_ids, **self._arguments)
+        except IndexError as error:
+            span = f"{int(input_ids.min())}..{int(input_ids.max())}"
+            raise CalibrationError(f"the model takes no token ids of {span}: {error}") from error
         if not self._values:
             raise CalibrationError(
                 "the compiled model did not run: torch.compile is switched off, or gave up recompiling"

@@ -41,6 +41,10 @@ def fill_graph(
         raise CannotFill("gradients are wanted", hint="call the model under torch.no_grad() or inference_mode()")
     run = PassRunner(options, graph_report.pass_seconds)
     captured = run("capture", lambda: capture(module))
+    if options.route == "lossless":
+        result = _drop_unread_rows(captured, run, graph_report)
+        keep_input_sources(result, module)
+        return result
     located = run("locate", lambda: locate(captured.graph))
     graph_report.layers = len(located.layers)
     fill = choose_fill(located, options, example_inputs)
@@ -53,12 +57,32 @@ def fill_graph(
         result = run("eliminate", lambda: eliminate(routed, demands), before=routed)
         blocked = blocked_nodes(routed, demands, located)
         graph_report.blocked = [describe_node(node) for node in blocked]
-    run("cost", lambda: _count(graph_report, captured, result, located))
+    run("cost", lambda: _count(graph_report, captured, result))
+    _count_layers(graph_report, located)
     result = expand(result)
     if options.eliminate and options.route != "oracle":
         check_gain(graph_report, blocked)
     keep_input_sources(result, module)
     return result
+
+
+def _drop_unread_rows(captured: GraphModule, run: PassRunner, graph_report: GraphReport) -> GraphModule:
+    """Route "lossless": nothing is predicted. What no output needs, the last layer's queries and MLP on most rows first
+    of all, is not computed.
+
+    Raises:
+        CannotFill: every row is needed.
+    """
+    demands = run("demand", lambda: analyse(captured.graph))
+    result = run("eliminate", lambda: eliminate(captured, demands), before=captured)
+    run("cost", lambda: _count(graph_report, captured, result))
+    gain = graph_report.ceiling_multiply_adds
+    if gain is None or gain <= 1.0:
+        raise CannotFill(
+            "no rows can be dropped: every one is read",
+            hint="pass logits_to_keep=k, and no labels or output_hidden_states",
+        )
+    return expand(result)
 
 
 def _check(captured: GraphModule, located: Located, fill: Fill) -> None:
@@ -117,16 +141,16 @@ def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: 
                 located.layers[layer].input,
                 "calibrate maps for this model",
             )
-    refusal = other_weights(options, parameters)
+    refusal = other_weights(options, maps, parameters)
     if refusal is not None:
         raise refusal
 
 
-def other_weights(options: Options, parameters: list[torch.Tensor]) -> CannotFill | None:
+def other_weights(options: Options, maps: RidgeMaps | None, parameters: list[torch.Tensor]) -> CannotFill | None:
     """What to say of a model that the maps of a ridge route were not calibrated on; None of one that they were."""
-    if options.route != "ridge" or not options.check_weights:
+    if options.route != "ridge" or not options.check_weights or maps is None:
         return None
-    if load_maps(options.maps).matches(parameters) == "same":
+    if maps.matches(parameters) == "same":
         return None
     return CannotFill(
         "the maps were calibrated on other weights",
@@ -138,13 +162,22 @@ def load_maps(source: Any) -> RidgeMaps:
     """Maps as given, or from their directory; a directory is read again only when it changes."""
     if isinstance(source, RidgeMaps):
         return source
-    manifest = Path(source) / "manifest.json"
-    stamp = manifest.stat().st_mtime_ns if manifest.exists() else None
-    return _load_maps(str(source), stamp)
+    return _load_maps(str(source), stamp_of(source))
+
+
+def stamp_of(source: Any) -> tuple[int, int] | None:
+    """What changes when other maps are saved in the same directory."""
+    if source is None or isinstance(source, RidgeMaps):
+        return None
+    try:
+        found = (Path(source) / "manifest.json").stat()
+    except OSError:
+        return None
+    return (found.st_mtime_ns, found.st_ino)
 
 
 @functools.lru_cache(maxsize=8)
-def _load_maps(source: str, stamp: int | None) -> RidgeMaps:
+def _load_maps(source: str, stamp: tuple[int, int] | None) -> RidgeMaps:
     return RidgeMaps.load(source)
 
 
@@ -187,7 +220,7 @@ def keep_input_sources(result: GraphModule, module: GraphModule) -> None:
     result.meta = dict(module.meta)
 
 
-def _count(graph_report: GraphReport, captured: GraphModule, result: GraphModule, located: Located) -> None:
+def _count(graph_report: GraphReport, captured: GraphModule, result: GraphModule) -> None:
     """Multiply-adds before and after, as formulas and at the traced sizes."""
     exact, filled = multiply_adds(captured.graph), multiply_adds(result.graph)
     sizes = values_of_sizes(captured.graph)
@@ -195,6 +228,10 @@ def _count(graph_report: GraphReport, captured: GraphModule, result: GraphModule
     graph_report.multiply_adds_exact = int(exact.subs(sizes))
     graph_report.multiply_adds_filled = int(filled.subs(sizes))
     graph_report.ceiling_multiply_adds = graph_report.multiply_adds_exact / graph_report.multiply_adds_filled
+
+
+def _count_layers(graph_report: GraphReport, located: Located) -> None:
+    """The ceiling by layer passes."""
     rows = located.rows
     if isinstance(rows, torch.SymInt):
         graph_report.row_symbol = rows.node.expr

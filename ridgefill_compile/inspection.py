@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from ridgefill_compile.apart import compile_apart
 from ridgefill_compile.capture import capture
 from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_sizes
 from ridgefill_compile.errors import CannotFill, OptionError, RidgefillError, describe_node
@@ -28,6 +29,7 @@ from ridgefill_compile.passes.locate import Layer, Located, locate
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows
+from ridgefill_compile.recurrences.substitute import substitute_recurrences
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def inspect_model(model: nn.Module, *, rows: int = 4096, tail: int = 512, split:
     device = parameter.device if parameter is not None else torch.device("cpu")
     if device.type == "meta":
         model = copy.deepcopy(model)  # costs nothing, and the caller's stays on the meta device
-    compiled = torch.compile(model, backend=_backend(found, rows, tail, split), dynamic=False)
+    substitute_recurrences(model)
+    compiled = compile_apart(model, _backend(found, rows, tail, split), dynamic=False)
     with contextlib.ExitStack() as context:
         context.enter_context(torch.no_grad())
         context.enter_context(contextlib.suppress(_Seen))

@@ -12,7 +12,7 @@ from typing import Any
 from ridgefill_compile.errors import OptionError
 from ridgefill_compile.maps import RidgeMaps
 
-ROUTES = ("exact", "none", "identity", "ridge", "oracle")
+ROUTES = ("exact", "lossless", "none", "identity", "ridge", "oracle")
 INNER_COMPILERS = ("inductor", "eager", "aot_eager")
 DUMP_VARIABLE = "RIDGEFILL_DUMP"
 
@@ -23,8 +23,9 @@ class Options:
 
     Attributes:
         maps: directory of saved maps, or a `RidgeMaps`; wanted by `route="ridge"` only.
-        route: what late layers read on prefix rows: "exact" (everything: the stock graph), "none" (nothing: the tail
-            attends to itself only), "identity" (the split state), "ridge" (its map), "oracle" (the true input).
+        route: what late layers read on prefix rows: "exact" (everything: the stock graph), "lossless" (everything that
+            anybody needs: rows that nobody reads are dropped), "none" (nothing: the tail attends to itself only),
+            "identity" (the split state), "ridge" (its map), "oracle" (the true input).
         split: first late layer; layers `0..split-1` run exactly on every row. Default: the maps' own.
         tail: last prompt rows that run every layer exactly.
         min_fill: fewest prefix rows worth filling; shorter prompts run the stock graph.
@@ -90,6 +91,8 @@ class Options:
                 raise OptionError(f"option {name!r} must be text, not {getattr(self, name)!r}")
         if not isinstance(self.maps, str | os.PathLike | RidgeMaps | None):
             raise OptionError(f"option 'maps' must be a directory or RidgeMaps, not {self.maps!r}")
+        if self.maps == "":
+            raise OptionError("option 'maps' is empty: pass a directory or RidgeMaps")
         if self.mode is not None:
             _one_of("mode", self.mode, _modes())
         if self.mode is not None and self.inner != "inductor":

@@ -36,11 +36,13 @@ def plan(module: GraphModule, options: Options) -> Plan:
     traced = int(rows.node.hint) if isinstance(rows, torch.SymInt) else rows
     if options.route == "exact":
         return Plan(False, "route 'exact'", traced, dynamic)
-    least = options.tail + options.min_fill
+    lossless = options.route == "lossless"
+    least = options.min_fill if lossless else options.tail + options.min_fill
     if traced == 1 and not dynamic:
         return Plan(False, "a decode step", 1)
     if bool(rows < least):
-        return Plan(False, f"shorter than tail + min_fill = {least} rows", traced, dynamic)
+        name = "min_fill" if lossless else "tail + min_fill"
+        return Plan(False, f"shorter than {name} = {least} rows", traced, dynamic)
     return Plan(True, "", traced, dynamic)
 
 

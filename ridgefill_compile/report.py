@@ -106,15 +106,17 @@ class Report:
 
 def _lines(graphs: Iterable[GraphReport]) -> Iterator[str]:
     for number, graph in enumerate(graphs):
-        what = "filled" if graph.filled else "exact"
+        what = "exact" if not graph.filled else "lossless" if graph.route == "lossless" else "filled"
         length = f"{graph.rows} rows" if graph.rows is not None else "no prompt"
         line = f"graph {number}: {what}, {length}{' (any length)' if graph.dynamic else ''}: {graph.reason}"
+        if graph.filled and graph.split is not None:
+            line += f"; split {graph.split} of {graph.layers}, tail {graph.tail}, route {graph.route}"
         if graph.filled:
-            line += (
-                f"; split {graph.split} of {graph.layers}, tail {graph.tail}, route {graph.route}; multiply-adds "
-                f"{graph.multiply_adds_exact:.3g} -> {graph.multiply_adds_filled:.3g} "
-                f"(ceiling {graph.ceiling_multiply_adds:.2f}x, by layer passes {graph.ceiling_layer_passes:.2f}x)"
-            )
+            line += f"; multiply-adds {graph.multiply_adds_exact:.3g} -> {graph.multiply_adds_filled:.3g}"
+        if graph.filled and graph.route != "oracle":
+            by_layers = graph.ceiling_layer_passes
+            passes = f", by layer passes {by_layers:.2f}x" if by_layers is not None else ""
+            line += f" (ceiling {graph.ceiling_multiply_adds:.2f}x{passes})"
         line += f"; passes {sum(graph.pass_seconds.values()):.1f} s, inner compiler {graph.inner_seconds:.1f} s"
         yield line
         for label, text in (("at", graph.node), ("do", graph.hint), ("break", graph.graph_break)):
@@ -127,10 +129,14 @@ def _lines(graphs: Iterable[GraphReport]) -> Iterator[str]:
 _reports: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reports of graphs that read it
 
 
-def remember(parameters: Iterable[torch.Tensor], graph: GraphReport) -> None:
-    """File a report under the parameters its graph reads; it is forgotten when they are."""
+def remember(parameters: Iterable[torch.Tensor], graph: GraphReport) -> int:
+    """File a report under the parameters its graph reads; it is forgotten when they are. How many there are by now."""
+    most = 0
     for parameter in parameters:
-        _reports.setdefault(parameter, []).append(graph)
+        filed = _reports.setdefault(parameter, [])
+        filed.append(graph)
+        most = max(most, len(filed))
+    return most
 
 
 def report(model: torch.nn.Module) -> Report:

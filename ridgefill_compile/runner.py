@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
+from ridgefill_compile.errors import OptionError
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.verify import verify
@@ -45,10 +46,14 @@ class PassRunner:
 
     def dump(self, name: str, module: GraphModule) -> None:
         """Write a graph as text: `NN.pass.before.txt` and `NN.pass.after.txt`."""
-        if self.folder is not None:
+        if self.folder is None:
+            return
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"{self.written:02d}.{name}.txt").write_text(readable(module))
-            self.written += 1
+        except OSError as error:
+            raise OptionError(f"option 'dump': cannot write there: {error}") from error
+        self.written += 1
 
 
 def readable(module: GraphModule, demands: Demands | None = None) -> str:

@@ -55,6 +55,12 @@ _lock = threading.Lock()
 _done: dict[types.FunctionType, Substitution] = {}
 
 
+def known_substitutions() -> list[Substitution]:
+    """What became of every function that was looked at so far."""
+    with _lock:
+        return list(_done.values())
+
+
 def substitute_recurrences(
     model_or_modules: nn.Module | Iterable[types.ModuleType] | None = None,
 ) -> list[Substitution]:
