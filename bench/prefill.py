@@ -29,6 +29,10 @@ from ridgefill_compile.evaluate.speed import calls_of, compiled, first_token, me
 from ridgefill_compile.evaluate.texts import long_prompt, split_texts
 from ridgefill_compile.evaluate.trained import load_model
 from ridgefill_compile.maps import RidgeMaps, SplitMaps
+from ridgefill_compile.recurrences.substitute import substitute_recurrences
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shapes import SHAPES, random_model
 
 ARMS = ("exact", "filled")
 STATUS = Path("/proc/self/status")
@@ -41,7 +45,7 @@ def prefill(
     runs: Annotated[int, typer.Option(help="Timed runs of each model.")] = 5,
     dynamic: Annotated[bool, typer.Option(help="Time graphs that serve every length, not one.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the weights and the cache.")] = "float32",
-    model: Annotated[str, typer.Option(help="Folder or name of a model; 'demo' is the demo's.")] = "demo",
+    model: Annotated[str, typer.Option(help="Folder or name; 'demo', or a shape of shapes.py.")] = "demo",
     maps: Annotated[Path | None, typer.Option(help="Folder of maps. Default: made up.")] = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too, each model in its own process.")] = True,
     only: Annotated[
@@ -51,7 +55,10 @@ def prefill(
 ) -> None:
     """Time to first token of the exact and the filled model, beside the ceilings that arithmetic sets."""
     with contextlib.redirect_stdout(sys.stderr):
-        loaded, tokenizer = load_model(model, dtype)
+        loaded, tokenizer = load_model("demo" if model in SHAPES else model, dtype)
+        if model in SHAPES:
+            loaded = random_model(model, loaded.config.vocab_size, dtype)
+        substitute_recurrences(loaded)  # for the exact arm too: both run the same recurrence
         prompt = long_prompt(split_texts().held_out_in_turn(), tokenizer, rows)
         known = RidgeMaps.load(maps, model=loaded) if maps else made_up_maps(loaded, split)
         options = {"maps": known, "split": split, "tail": tail}
