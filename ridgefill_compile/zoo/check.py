@@ -24,15 +24,17 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.cost import multiply_adds
 from ridgefill_compile.fill import LEAST_GAIN, blocked_nodes
 from ridgefill_compile.options import Options
-from ridgefill_compile.passes.calls import shape
-from ridgefill_compile.passes.demand import analyse
+from ridgefill_compile.passes.calls import Need, shape
+from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.rows import EVERYTHING
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.plan import plan
+from ridgefill_compile.recurrences.substitute import substitute_recurrences
 from ridgefill_compile.testing.variants import Variants
 from ridgefill_compile.zoo.calling import Caller, logits_of, worst
 from ridgefill_compile.zoo.closed_form import closed_form
@@ -132,8 +134,28 @@ class _Cost:
             return None
         demands = analyse(routed.graph)
         wide = [node for node, cost in form.items() if demands.on(node) is EVERYTHING and cost.allowed < cost.whole]
-        names = dict.fromkeys(_name(node) for node in (*blocked_nodes(routed, demands, located), *wide))
+        blocked = blocked_nodes(routed, demands, located) or _wideners(wide, demands)
+        names = dict.fromkeys(_name(node) for node in (*blocked, *wide))
         return _Cost(int(exact), int(filled), float(sum(cost.allowed for cost in form.values())), list(names))
+
+
+def _wideners(wide: list[Node], demands: Demands) -> list[Node]:
+    """Readers, near or far, that are computed on some rows and want every row of what they read: their rule says so."""
+    found, ahead, seen = [], list(wide), set(wide)
+    while ahead:
+        value = ahead.pop(0)
+        for reader in value.users:
+            if reader in seen:
+                continue
+            if demands.on(reader) is EVERYTHING:
+                seen.add(reader)
+                ahead.append(reader)
+            elif reader in demands.calls:
+                call = demands.calls[reader]
+                if value in tree_leaves((call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, Need)):
+                    seen.add(reader)
+                    found.append(reader)
+    return found
 
 
 def _name(node: Node) -> str:
@@ -256,6 +278,7 @@ def _compiled(caller: Caller, variants: _Traced, prepare: Prepare, flags: Mappin
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(dict(flags)) if flags else contextlib.nullcontext():
+        substitute_recurrences(caller.module)
         compiled = torch.compile(caller.module, backend=variants)
         logits = []
         for call in prepare() or []:
