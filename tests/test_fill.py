@@ -13,8 +13,8 @@ import torch
 from ridgefill_compile.errors import CannotFill, MapsError, RidgefillWarning
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.report import report
+from ridgefill_compile.testing import Decoder, DecoderConfig
 from tests.decoders import token_ids
-from tests.generated import Decoder, DecoderConfig
 from tests.toys import LONG, MIN_FILL, TAIL, compiled, distance, plain, pretrained, prompt, random_maps
 
 KEEP = {"logits_to_keep": 2}
@@ -105,7 +105,7 @@ class TestMapsOfAnotherModel:
         model = plain()
         maps = random_maps(WIDTH, of=model)
         with torch.no_grad():
-            dict(model.named_parameters())["blocks.2.down.weight"].mul_(1.5)
+            dict(model.named_parameters())["blocks.2.mlp.down.weight"].mul_(1.5)
         assert refused(model, maps) == "the maps were calibrated on other weights"
 
     def test_other_widths(self) -> None:

@@ -1,4 +1,4 @@
-"""What fills must equal, for generated decoders, splits, tails, batches and padding; on logits and every state write.
+"""What fills must equal, for random decoders, splits, tails, batches and padding; on logits and every state write.
 
 Each is held to another computation of the same thing: the exact model, the routed graph before elimination, or the
 method written out on the plain module, layer by layer, by `by_definition`.
@@ -20,9 +20,12 @@ from torch.fx import GraphModule
 from ridgefill_compile import calibrate
 from ridgefill_compile.errors import RidgefillWarning
 from ridgefill_compile.report import report
+from ridgefill_compile.testing import Decoder, DecoderConfig
+from ridgefill_compile.testing.decoder import FillCase, Layer
+from ridgefill_compile.testing.mixing import States
+from ridgefill_compile.testing.strategies import decoder_configs, fill_cases
 from ridgefill_compile.testing.variants import RandomMaps, Variants, worst
 from tests.decoders import enliven
-from tests.generated import Decoder, DecoderConfig, FillCase, Layer, Sight, decoder_configs, fill_cases
 from tests.toys import compiled, distance, results
 
 CLOSE = 1e-4
@@ -34,11 +37,10 @@ def examples(share: float) -> settings:
 
 
 @st.composite
-def cases(draw: st.DrawFn, /, **fixed: Any) -> FillCase:
+def cases(draw: st.DrawFn, /, plain: bool = False, **fixed: Any) -> FillCase:
     """Any decoder and prompt, any split, layer 0 included."""
-    case: FillCase = draw(fill_cases(padded="pads" not in fixed))
-    config = dataclasses.replace(case.config, **fixed.get("config", {}))
-    return dataclasses.replace(case, config=config, split=draw(st.integers(0, config.layers - 1)))
+    case: FillCase = draw(fill_cases(padded="pads" not in fixed, plain=plain))
+    return dataclasses.replace(case, config=dataclasses.replace(case.config, **fixed.get("config", {})))
 
 
 class Ways(Variants):
@@ -66,41 +68,34 @@ def by_definition(
     case: FillCase, decoder: Decoder, ids: Tensor, keep: int, route: str, maps: RandomMaps | None = None
 ) -> list[Tensor]:
     """The method on the plain module: late layers read predictions on the prefix, and only tail rows go on."""
-    padding = case.padding()
-    sight = decoder.sight(ids, padding, 0)
     blocks: Any = decoder.blocks
-    keys, values = [], []
+    kept: list[States] = []
     with torch.no_grad():
-        x = decoder.embedding(ids)
-        if decoder.config.positions == "learned":
-            x = x + decoder.places(sight.positions)
-        for block in blocks[: case.split]:
-            x, key, value = block(x, sight, None)
-            keys.append(key)
-            values.append(value)
-        prefix, x = x[:, : -case.tail], x[:, -case.tail :]
-        for index, block in enumerate(blocks[case.split :], case.split):
-            predicted = prefix
-            if maps is not None and index > case.split:
+        x, sight = decoder.begin(ids, case.padding(), 0)
+        for index, block in enumerate(blocks):
+            shares = index >= decoder.config.writing_layers
+            lent = kept[decoder.config.source_layer] if shares else None
+            if index == case.split:
+                prefix = block.reads(x)[:, : -case.tail]
+            predicted = prefix if index >= case.split and not shares else None
+            if maps is not None and predicted is not None and index > case.split:
                 predicted = prefix @ maps.matrix(index).T + maps.offset(index)
-            mixed, key, value = block(torch.cat([predicted, x], dim=1), sight, None)
-            keys.append(key)
-            values.append(value)
-            x = block(x, of_tail(sight, case.tail), None)[0] if route == "none" else mixed[:, -case.tail :]
-        logits = decoder.head(decoder.norm(x[:, -keep:]))
-    return list(results((logits, keys, values)).values())
-
-
-def of_tail(sight: Sight, tail: int) -> Sight:
-    """What the tail shares if it is all there is, at its true positions."""
-    return Sight(sight.positions[:, -tail:], sight.positions[:, -tail:], None, sight.distance[-tail:, -tail:])
+            mixed, states = block(x, sight, None, lent, predicted)
+            if not shares:
+                kept.append(states)
+            if route == "none" and index >= case.split:
+                alone, _ = block(x[:, -case.tail :], sight.alone(case.tail))
+                mixed = torch.cat([mixed[:, : -case.tail], alone], dim=1)
+            x = mixed
+        logits = decoder.end(x[:, -keep:])
+    return list(results((logits, [one for one, _ in kept], [other for _, other in kept])).values())
 
 
 def check(case: FillCase, ways: Ways, found: Mapping[str, Sequence[Tensor]], ids: Tensor, keep: int) -> None:
     """Every way is what it must equal."""
     decoder = case.decoder()
     assert ways.located is not None
-    assert len(ways.located.layers) == case.config.layers
+    assert len(ways.located.layers) == case.config.writing_layers
     maps = RandomMaps(ways.located, case.split)
     with torch.no_grad():
         exact = list(results(decoder(ids, case.padding(), logits_to_keep=keep)).values())
@@ -138,7 +133,7 @@ def test_at_any_length(case: FillCase, data: st.DataObject) -> None:
 
 
 @examples(0.2)
-@given(case=cases(pads=0, config={"attention": "causal", "window": None}))
+@given(case=cases(plain=True, pads=0, config={"attention": "causal", "window": None}))
 def test_no_fill_is_a_tail_that_sees_itself_only(case: FillCase) -> None:
     if case.config.positions == "alibi":
         case = dataclasses.replace(case, config=dataclasses.replace(case.config, positions="rotary"))
@@ -175,10 +170,7 @@ class LinearLayer(Layer):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.norms = nn.ModuleList(nn.Identity() for _ in self.norms)
-        self.matrix = nn.Linear(config.width, config.width)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.matrix(x)
+        self.mlp = nn.Linear(config.width, config.width)
 
 
 class LinearWorld(Decoder):
@@ -200,7 +192,7 @@ class LinearWorld(Decoder):
 
 
 @examples(0.1)
-@given(config=decoder_configs(), data=st.data())
+@given(config=decoder_configs(plain=True), data=st.data())
 def test_where_late_layers_are_linear_a_fitted_map_loses_nothing(config: DecoderConfig, data: st.DataObject) -> None:
     config = dataclasses.replace(config, layers=data.draw(st.integers(3, 5), label="layers"))
     split = data.draw(st.integers(1, config.layers - 2), label="split")
@@ -208,7 +200,7 @@ def test_where_late_layers_are_linear_a_fitted_map_loses_nothing(config: Decoder
     rows, tail = 96, 8
 
     def ids(batch: int, seed: int) -> Tensor:
-        return FillCase(config, batch=batch, rows=rows).ids(seed)
+        return FillCase(batch=batch, rows=rows, config=config).ids(seed)
 
     torch._dynamo.reset()
     maps = calibrate(

@@ -14,8 +14,8 @@ from ridgefill_compile.backend import ridgefill
 from ridgefill_compile.cost import layer_pass_ceiling
 from ridgefill_compile.options import DUMP_VARIABLE
 from ridgefill_compile.report import NOTHING_COMPILED, GraphReport, Report, report
+from ridgefill_compile.testing import Decoder
 from tests.decoders import token_ids
-from tests.generated import Decoder
 from tests.toys import IDENTITY, LONG, SHORT, TAIL, compiled, plain, pretrained, prompt
 
 KEEP = {"logits_to_keep": 2}

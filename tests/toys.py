@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ridgefill_compile.backend import ridgefill
 from ridgefill_compile.fingerprint import ModelFingerprint
 from ridgefill_compile.maps import RidgeMaps, SplitMaps
+from ridgefill_compile.testing import Decoder, DecoderConfig
 from tests.decoders import FILLED, states_of
-from tests.generated import Decoder, DecoderConfig
 
 TAIL, MIN_FILL = 16, 8
 LONG = 40  # rows of a prompt worth filling

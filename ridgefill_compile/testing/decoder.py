@@ -1,245 +1,197 @@
-"""Generated decoders: small plain modules of every anatomy, with sizes that collide with the prompt's.
+"""Random decoders: small plain modules of every anatomy, as a `DecoderConfig` says.
 
-`fill_cases()` draws a decoder and what to fill of a prompt. A failure shrinks to a line that runs as printed:
-
-    case = FillCase(config=DecoderConfig(residual='post', fused=True), rows=6, tail=2)
-    logits, keys, values = case.decoder()(case.ids(), case.padding(), logits_to_keep=case.tail)
+decoder = Decoder(DecoderConfig(residual="post", fused=True))
+logits, keys, values = decoder(ids, padding, logits_to_keep=2)
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
 
 import torch
-from hypothesis import strategies as st
-from torch import nn
+import transformers.integrations.moe  # noqa: F401  (registers the grouped product)
+from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.decoders import enliven
+from ridgefill_compile.testing.config import DecoderConfig, Routing
+from ridgefill_compile.testing.mixing import NORMS, Attention, LatentAttention, Recurrent, Sight, States
+from ridgefill_compile.zoo.shrink import enliven
 
 LONGEST = 128  # rows that learned positions reach
+PER_ROW = 2  # experts that a row takes
 
-Past = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-
-
-class _ShortRepr:
-    """Prints the entries that differ from their defaults, so that shrunk examples are short."""
-
-    def __repr__(self) -> str:
-        entries = [
-            (field, getattr(self, field.name))
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-        ]
-        shown = ", ".join(f"{field.name}={value!r}" for field, value in entries if value != field.default)
-        return f"{type(self).__name__}({shown})"
+Past = tuple[Sequence[Tensor], Sequence[Tensor]]
+Branch = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, repr=False)
-class DecoderConfig(_ShortRepr):
-    """Anatomy of a generated decoder.
-
-    Attributes:
-        layers, width, heads, kv_heads, head_dim, inner, vocabulary: sizes, all free of each other but for
-            `heads`, a multiple of `kv_heads`, and `head_dim`, a multiple of 4.
-        residual: "pre" x + f(norm x); "post" norm(x + f(x)); "branch" x + norm f(x); "sandwich"
-            x + norm f(norm x); "parallel" x + attention(norm x) + mlp(norm x).
-        norm: "rms" and "layer" as torch's modules, "spelt" an RMS norm from single ops with a cast to fp32.
-        positions: "rotary" on whole heads, "partial" on half of each, "learned", "alibi", or "none".
-        attention: "sdpa" with a mask, "causal" SDPA with `is_causal` where no mask is needed, "grouped" SDPA
-            that repeats keys itself, "eager" matmul, softmax, matmul.
-        bias: biases in every projection.
-        fused: one projection for queries, keys and values.
-        qk_norm: norm per head on queries and keys.
-        gated: SiLU-gated MLP instead of GELU.
-        flat: the MLP works on [batch * rows, width].
-        rows_first: states are kept as [batch, rows, kv_heads, head_dim] instead of heads first.
-        unrotated: the key state is kept before rotation, and rotated on use.
-        window: rows that a query sees, itself included; None for all.
-        softcap: bound on attention scores; eager attention only.
-        tied: the logits use the embedding's weight.
-        seed: of the weights.
-    """
-
-    layers: int = 3
-    width: int = 10
-    heads: int = 2
-    kv_heads: int = 1
-    head_dim: int = 4
-    inner: int = 14
-    vocabulary: int = 31
-    residual: Literal["pre", "post", "branch", "sandwich", "parallel"] = "pre"
-    norm: Literal["rms", "layer", "spelt"] = "rms"
-    positions: Literal["rotary", "partial", "learned", "alibi", "none"] = "rotary"
-    attention: Literal["sdpa", "causal", "grouped", "eager"] = "sdpa"
-    bias: bool = False
-    fused: bool = False
-    qk_norm: bool = False
-    gated: bool = False
-    flat: bool = False
-    rows_first: bool = False
-    unrotated: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    tied: bool = False
-    seed: int = 0
-
-    @property
-    def rotary_dim(self) -> int:
-        """Entries of each head that rotate."""
-        return {"rotary": self.head_dim, "partial": self.head_dim // 2}.get(self.positions, 0)
-
-
-class SpeltNorm(nn.Module):
-    """RMS norm as most modelling files write it: in fp32, from single ops."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
-
-
-_NORMS: dict[str, Callable[[int], nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm, "spelt": SpeltNorm}
-
-
-@dataclass(frozen=True)
-class Sight:
-    """What all layers share."""
-
-    positions: torch.Tensor  # of tokens, [batch or 1, rows]
-    key_positions: torch.Tensor  # [batch or 1, keys]
-    allowed: torch.Tensor | None  # keys a query sees, bool [batch or 1, 1, rows, keys]; None: its past
-    distance: torch.Tensor  # query index minus key index, [rows, keys]
-
-
-class Attention(nn.Module):
-    """Self-attention; returns its output and the keys and values of all rows so far."""
+class MLP(nn.Module):
+    """Two or three matrices, row by row."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        queries, states = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.sizes = [queries, states, states]
-        fused = [sum(self.sizes)] if config.fused else self.sizes
-        self.inputs = nn.ModuleList(nn.Linear(config.width, size, bias=config.bias) for size in fused)
-        self.output = nn.Linear(queries, config.width, bias=config.bias)
-        if config.qk_norm:
-            self.query_norm = _NORMS[config.norm](config.head_dim)
-            self.key_norm = _NORMS[config.norm](config.head_dim)
-
-    def forward(
-        self, x: torch.Tensor, sight: Sight, past: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        batch, rows, _ = x.shape
-        config = self.config
-        projected = [project(x) for project in self.inputs]
-        if config.fused:
-            projected = list(projected[0].split(self.sizes, dim=-1))
-        query, key, value = (part.view(batch, rows, -1, config.head_dim) for part in projected)
-        if config.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        query = rotate(query, sight.positions, config.rotary_dim)
-        if not config.unrotated:
-            key = rotate(key, sight.positions, config.rotary_dim)
-        key_state, value_state = self.extend(key, value, past)
-        key, value = self.heads_first(key_state), self.heads_first(value_state)
-        if config.unrotated:
-            key = rotate(key, sight.key_positions, config.rotary_dim)
-        mixed = self.mix(query, key, value, sight)
-        return self.output(mixed.transpose(1, 2).reshape(batch, rows, -1)), key_state, value_state
-
-    def extend(
-        self, key: torch.Tensor, value: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The states of old and new rows, in the layout that is kept."""
-        key, value = self.heads_first(key), self.heads_first(value)
-        if past is None:
-            return key, value
-        dim = 1 if self.config.rows_first else 2
-        return torch.cat([past[0], key], dim), torch.cat([past[1], value], dim)
-
-    def heads_first(self, state: torch.Tensor) -> torch.Tensor:
-        """Swaps the layout of a state, [batch, heads, rows, head_dim], if it is kept rows first."""
-        return state.transpose(1, 2) if self.config.rows_first else state
-
-    def mix(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sight: Sight) -> torch.Tensor:
-        """Attention of [batch, heads, rows, head_dim] queries over [batch, kv_heads, keys, head_dim]."""
-        config = self.config
-        if config.attention != "grouped":
-            key, value = (repeat(state, config.heads // config.kv_heads) for state in (key, value))
-        mask = sight.allowed
-        if config.positions == "alibi":
-            slopes = 2.0 ** -torch.arange(1, config.heads + 1, device=query.device)
-            bias = -slopes[:, None, None] * sight.distance
-            mask = bias[None] if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
-        if config.attention != "eager":
-            return functional.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=mask is None, enable_gqa=config.attention == "grouped"
-            )
-        scores = query @ key.transpose(-1, -2) * config.head_dim**-0.5
-        if config.softcap is not None:
-            scores = config.softcap * torch.tanh(scores / config.softcap)
-        assert mask is not None
-        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
-        return torch.softmax(scores, dim=-1) @ value
-
-
-class Layer(nn.Module):
-    """Attention and MLP, with the norms where the config wants them."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.attention = Attention(config)
         self.up = nn.Linear(config.width, config.inner, bias=config.bias)
         self.down = nn.Linear(config.inner, config.width, bias=config.bias)
         if config.gated:
             self.gate = nn.Linear(config.width, config.inner, bias=config.bias)
-        norms = {"sandwich": 4, "parallel": 1}.get(config.residual, 2)
-        self.norms = nn.ModuleList(_NORMS[config.norm](config.width) for _ in range(norms))
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Two or three matrices, row by row."""
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, rows, width]"""
         rows = x.reshape(-1, x.shape[-1]) if self.config.flat else x
         inner = self.up(rows)
         inner = functional.silu(self.gate(rows)) * inner if self.config.gated else functional.gelu(inner)
         return self.down(inner).view(x.shape)
 
-    def forward(
-        self, x: torch.Tensor, sight: Sight, past: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        states: list[torch.Tensor] = []
 
-        def attention(y: torch.Tensor) -> torch.Tensor:
-            mixed, *kept = self.attention(y, sight, past)
-            states.extend(kept)
+class Experts(nn.Module):
+    """A mixture of experts, each of two or three matrices; `DecoderConfig.grouped` says how it is written."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.per_row = min(PER_ROW, config.experts)
+        self.choice = nn.Linear(config.width, config.experts, bias=False)
+        up, down = (config.experts, config.width, config.inner), (config.experts, config.inner, config.width)
+        self.up, self.down = nn.Parameter(torch.ones(up)), nn.Parameter(torch.ones(down))
+        self.gate = nn.Parameter(torch.ones(up)) if config.gated else None
+        generator = torch.Generator().manual_seed(config.seed)
+        for weight in self.parameters():  # `enliven` leaves stacks that are all alike nearly so
+            nn.init.normal_(weight, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, rows, width]"""
+        rows = x.reshape(-1, x.shape[-1])
+        shares, chosen = self.choice(rows).softmax(-1).topk(self.per_row, dim=-1)
+        mixed = self.sorted(rows, shares, chosen) if self.config.grouped else self.masked(rows, shares, chosen)
+        return mixed.view(x.shape)
+
+    def activated(self, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """What the last matrix reads; `product`: of the rows with a stack of matrices."""
+        inner = product(self.up)
+        return functional.gelu(inner) if self.gate is None else functional.silu(product(self.gate)) * inner
+
+    def masked(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Every expert on every row, weighted: most of them by 0."""
+        weights = (functional.one_hot(chosen, self.config.experts) * shares.unsqueeze(-1)).sum(1)
+        inner = self.activated(lambda matrices: torch.einsum("nd,edi->nei", rows, matrices))
+        return (torch.einsum("nei,eid->ned", inner, self.down) * weights.unsqueeze(-1)).sum(1)
+
+    def sorted(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Rows in the order of their experts, one product a run, and back."""
+        product, experts = torch.ops.transformers.grouped_mm_fallback, self.config.experts
+        keys, order = torch.sort(chosen.reshape(-1))
+        ends = torch.histc(keys.float(), experts, 0, experts - 1).cumsum(0, dtype=torch.int32)
+        selected = rows[order // self.per_row]
+        inner = self.activated(lambda matrices: product(selected, matrices, ends))
+        results = product(inner, self.down, ends) * shares.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.size(0), device=order.device)
+        return results[back].view(-1, self.per_row, rows.shape[-1]).sum(1)
+
+
+class Connection(nn.Module):
+    """How one branch hangs on the residual: a sum, or a mixture of several streams that is read and written to."""
+
+    def __init__(self, streams: int) -> None:
+        super().__init__()
+        self.streams = streams
+        if streams > 1:
+            self.reading, self.writing = (nn.Parameter(torch.linspace(0.5, 1.0, streams)) for _ in range(2))
+            self.mixing = nn.Parameter(torch.eye(streams))
+
+    def read(self, x: Tensor) -> Tensor:
+        """What the branch reads, [batch, rows, width]."""
+        return x if self.streams == 1 else (x * self.reading[:, None]).sum(2)
+
+    def forward(self, x: Tensor, branch: Branch) -> Tensor:
+        """The residual [batch, rows, width] (or [batch, rows, streams, width]) with the branch's output."""
+        output = branch(self.read(x))
+        if self.streams == 1:
+            return x + output
+        return self.mixing @ x + self.writing[:, None] * output.unsqueeze(2)
+
+
+class Layer(nn.Module):
+    """A mixer of rows and an MLP, with the norms where the config wants them."""
+
+    def __init__(self, config: DecoderConfig, index: int = 0) -> None:
+        super().__init__()
+        self.config, self.index = config, index
+        kind = Attention if config.latent is None else LatentAttention
+        self.attention: nn.Module = (
+            Recurrent(config) if config.is_recurrent(index) else kind(config, index >= config.writing_layers)
+        )
+        self.mlp: nn.Module = Experts(config) if config.experts else MLP(config)
+        norms = {"sandwich": 4, "parallel": 1}.get(config.residual, 2)
+        self.norms = nn.ModuleList(NORMS[config.norm](config.width) for _ in range(norms))
+        branches = (1 if config.residual == "parallel" else 2) + (1 if config.per_layer else 0)
+        self.connections = nn.ModuleList(Connection(config.streams) for _ in range(branches))
+        if config.per_layer:
+            self.aside_in = nn.Linear(config.width, config.per_layer, bias=False)
+            self.aside_out = nn.Linear(config.per_layer, config.width, bias=False)
+
+    def reads(self, x: Tensor) -> Tensor:
+        """What the layer reads of the residual before anything else, [batch, rows, width]."""
+        connection = self.connections[0]
+        assert isinstance(connection, Connection)
+        return connection.read(x)
+
+    def forward(
+        self,
+        x: Tensor,
+        sight: Sight,
+        past: States | None = None,
+        lent: States | None = None,
+        predicted: Tensor | None = None,
+    ) -> tuple[Tensor, States]:
+        """The residual behind the layer, and the layer's states.
+
+        Args:
+            x: residual, [batch, rows, width] or [batch, rows, streams, width]
+            sight: see there.
+            past: states of older rows.
+            lent: another layer's states of all rows, to read in place of one's own.
+            predicted: what the layer reads on its first rows instead of what the residual holds there.
+        """
+        states: list[States] = []
+
+        def attention(y: Tensor) -> Tensor:
+            mixed, kept = self.attention(y, sight, past, lent)
+            states.append(kept)
             return mixed
 
-        norms = self.norms
+        def filled(y: Tensor) -> Tensor:
+            return y if predicted is None else torch.cat([predicted, y[:, predicted.shape[1] :]], dim=1)
+
+        norms, mlp, connections = self.norms, self.mlp, iter(self.connections)
+        first = next(connections)
         match self.config.residual:
             case "pre":
-                x = x + attention(norms[0](x))
-                x = x + self.mlp(norms[1](x))
+                x = first(x, lambda y: attention(norms[0](filled(y))))
+                x = next(connections)(x, lambda y: mlp(norms[1](y)))
             case "post":
-                x = norms[0](x + attention(x))
-                x = norms[1](x + self.mlp(x))
+                x = norms[0](first(x, lambda y: attention(filled(y))))
+                x = norms[1](next(connections)(x, mlp))
             case "branch":
-                x = x + norms[0](attention(x))
-                x = x + norms[1](self.mlp(x))
+                x = first(x, lambda y: norms[0](attention(filled(y))))
+                x = next(connections)(x, lambda y: norms[1](mlp(y)))
             case "sandwich":
-                x = x + norms[1](attention(norms[0](x)))
-                x = x + norms[3](self.mlp(norms[2](x)))
+                x = first(x, lambda y: norms[1](attention(norms[0](filled(y)))))
+                x = next(connections)(x, lambda y: norms[3](mlp(norms[2](y))))
             case "parallel":
-                y = norms[0](x)
-                x = x + attention(y) + self.mlp(y)
-        return x, states[0], states[1]
+                x = first(x, lambda y: self._side_by_side(norms[0](filled(y)), attention))
+        for connection in connections:
+            x = connection(x, lambda y: self._aside(y, sight))
+        return x, states[0]
+
+    def _side_by_side(self, y: Tensor, attention: Branch) -> Tensor:
+        return attention(y) + self.mlp(y)
+
+    def _aside(self, y: Tensor, sight: Sight) -> Tensor:
+        assert sight.aside is not None
+        aside: Tensor = self.aside_out(functional.gelu(self.aside_in(y)) * sight.aside[:, :, self.index])
+        return aside
 
 
 class Decoder(nn.Module):
@@ -251,8 +203,11 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         if config.positions == "learned":
             self.places = nn.Embedding(LONGEST, config.width)
-        self.blocks = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm = _NORMS[config.norm](config.width)
+        if config.per_layer:
+            self.aside = nn.Embedding(config.vocabulary, config.layers * config.per_layer)
+            self.aside_of_tokens = nn.Linear(config.width, config.layers * config.per_layer, bias=False)
+        self.blocks = nn.ModuleList(Layer(config, index) for index in range(config.layers))
+        self.norm = NORMS[config.norm](config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
@@ -267,154 +222,85 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        ids: torch.Tensor,
-        padding: torch.Tensor | None = None,
+        ids: Tensor,
+        padding: Tensor | None = None,
         past: Past | None = None,
         logits_to_keep: int = 0,
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Reads `ids`, int64 [batch, rows], after the rows of `past`.
 
         Args:
             ids: tokens.
             padding: bool [batch, old and new rows], False on padding; None: none is padded.
-            past: keys and values of every layer, as returned.
+            past: both states of every layer, as returned.
             logits_to_keep: last rows to give logits for; 0 for all.
 
         Returns:
-            Logits [batch, kept rows, vocabulary], and per layer the keys and the values of all rows so far.
+            Logits [batch, kept rows, vocabulary], and both states of every layer that writes any: keys and values of
+            all rows so far, or what the config keeps in their place.
         """
-        old = 0 if past is None else past[0][0].shape[1 if self.config.rows_first else 2]
+        x, sight = self.begin(ids, padding, 0 if past is None else self.rows_of(past))
+        kept: list[States] = []
+        for index, block in enumerate(self.blocks):
+            shares = index >= self.config.writing_layers
+            old = None if past is None or shares else (past[0][index], past[1][index])
+            x, states = block(x, sight, old, kept[self.config.source_layer] if shares else None)
+            if not shares:
+                kept.append(states)
+        return self.end(x[:, -logits_to_keep:]), [one for one, _ in kept], [other for _, other in kept]
+
+    def begin(self, ids: Tensor, padding: Tensor | None, old: int) -> tuple[Tensor, Sight]:
+        """The residual before the first layer, and what all layers share, after `old` rows."""
         sight = self.sight(ids, padding, old)
         x = self.embedding(ids)
         if self.config.positions == "learned":
             x = x + self.places(sight.positions)
-        keys, values = [], []
-        for index, block in enumerate(self.blocks):
-            x, key, value = block(x, sight, None if past is None else (past[0][index], past[1][index]))
-            keys.append(key)
-            values.append(value)
-        return self.head(self.norm(x[:, -logits_to_keep:])), keys, values
+        if self.config.streams > 1:
+            x = x.unsqueeze(2).expand(-1, -1, self.config.streams, -1)
+        return x, sight
 
-    def sight(self, ids: torch.Tensor, padding: torch.Tensor | None, old: int) -> Sight:
+    def end(self, x: Tensor) -> Tensor:
+        """Logits of the residual behind the last layer."""
+        logits: Tensor = self.head(self.norm(x if self.config.streams == 1 else x.sum(2)))
+        return logits
+
+    def rows_of(self, past: Past) -> int:
+        """How many rows a cache holds."""
+        latent, rows_first = self.config.latent is not None, self.config.rows_first
+        return past[0][self.config.source_layer].shape[1 if latent or rows_first else 2]
+
+    def sight(self, ids: Tensor, padding: Tensor | None, old: int) -> Sight:
         """Positions and mask for new rows after `old` ones. A row always sees itself, padded or not."""
         rows, config = ids.shape[1], self.config
         keys = torch.arange(old + rows, device=ids.device)
         distance = keys[old:, None] - keys
         places = keys[None] if padding is None else (padding.long().cumsum(1) - 1).clamp(min=0)
+        aside = None
+        if config.per_layer:
+            aside = self.aside(ids) + self.aside_of_tokens(self.embedding(ids))
+            aside = aside.unflatten(-1, (config.layers, config.per_layer))
         plain = config.attention == "causal" and config.window is None and config.positions != "alibi"
         if plain and padding is None and old == 0:
-            return Sight(places, places, None, distance)
+            return Sight(places, places, None, distance, None, aside)
         allowed = (distance >= 0)[None, None]
         if config.window is not None:
             allowed = allowed & (distance < config.window)
         if padding is not None:
             allowed = allowed & (padding[:, None, None, :] | (distance == 0))
-        return Sight(places[:, old:], places, allowed, distance)
-
-
-def rotate(x: torch.Tensor, positions: torch.Tensor, dim: int) -> torch.Tensor:
-    """Rotary embedding of the first `dim` entries of each head of [batch, heads, rows, head_dim]."""
-    if dim == 0:
-        return x
-    frequencies = 100.0 ** (-torch.arange(0, dim, 2, device=x.device) / dim)
-    angles = positions[:, None, :, None] * frequencies
-    angles = torch.cat([angles, angles], dim=-1)
-    turned, rest = x[..., :dim], x[..., dim:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
-    return torch.cat([turned, rest], dim=-1)
-
-
-def repeat(state: torch.Tensor, times: int) -> torch.Tensor:
-    """[batch, kv_heads, keys, head_dim] with each head `times` over."""
-    if times == 1:
-        return state
-    batch, heads, keys, dim = state.shape
-    return state[:, :, None].expand(batch, heads, times, keys, dim).reshape(batch, -1, keys, dim)
+        real = None if padding is None else padding[:, old:, None]
+        return Sight(places[:, old:], places, allowed, distance, real, aside)
 
 
 @dataclass(frozen=True, repr=False)
-class FillCase(_ShortRepr):
-    """A generated decoder and what to fill.
+class FillCase(Routing):
+    """A routing, with the decoder that it is for."""
 
-    Attributes:
-        config: the decoder.
-        batch, rows: shape of the prompt.
-        tail: last rows that run exactly, from 1 to rows - 1.
-        split: first late layer, from 1 to layers - 1.
-        pads: rows of left padding before the first prompt of the batch; fewer than `rows`.
-    """
-
-    config: DecoderConfig
-    batch: int = 1
-    rows: int = 4
-    tail: int = 1
-    split: int = 1
-    pads: int = 0
+    config: DecoderConfig = field(default_factory=DecoderConfig)
 
     def decoder(self) -> Decoder:
         """The decoder, anew at each call."""
         return Decoder(self.config)
 
-    def ids(self, seed: int = 0) -> torch.Tensor:
+    def ids(self, seed: int = 0) -> Tensor:
         """A random prompt, int64 [batch, rows]."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(self.config.vocabulary, (self.batch, self.rows), generator=generator)
-
-    def padding(self) -> torch.Tensor | None:
-        """The padding mask, bool [batch, rows], or None."""
-        if self.pads == 0:
-            return None
-        mask = torch.ones(self.batch, self.rows, dtype=torch.bool)
-        mask[0, : self.pads] = False
-        return mask
-
-
-_flag = st.booleans()
-
-
-@st.composite
-def decoder_configs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> DecoderConfig:
-    """Any decoder. Sizes are small and overlap, so that equal sizes with different meanings are common."""
-    attention = draw(st.sampled_from(["sdpa", "causal", "grouped", "eager"]))
-    masked = attention != "causal"
-    places = ["rotary", "partial", "learned", "none"] + ["alibi"] * masked
-    kv_heads = draw(st.integers(1, 3))
-    return DecoderConfig(
-        layers=draw(st.integers(2, 4)),
-        width=draw(st.integers(6, 24)),
-        heads=kv_heads * draw(st.integers(1, 3)),
-        kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([4, 8, 12])),
-        inner=draw(st.integers(6, 24)),
-        vocabulary=draw(st.integers(8, 24)),
-        residual=draw(st.sampled_from(["pre", "post", "branch", "sandwich", "parallel"])),
-        norm=draw(st.sampled_from(["rms", "layer", "spelt"])),
-        positions=draw(st.sampled_from(places)),
-        attention=attention,
-        window=draw(st.none() | st.integers(2, 8)) if masked else None,
-        softcap=draw(st.none() | st.sampled_from([1.0, 4.0])) if attention == "eager" else None,
-        seed=draw(st.integers(0, 3)),
-        **{name: draw(_flag) for name in ("bias", "fused", "qk_norm", "gated", "flat", "rows_first", "tied")},
-        unrotated=draw(_flag),
-    )
-
-
-@st.composite
-def fill_cases(draw: Callable[[st.SearchStrategy[Any]], Any], padded: bool = True) -> FillCase:
-    """Any decoder with any prompt; half of the prompts are as long as one of the decoder's sizes."""
-    config = draw(decoder_configs())
-    batch = draw(st.integers(1, 3))
-    heads = config.heads, config.kv_heads, config.heads // config.kv_heads
-    widths = config.width, config.inner, config.vocabulary, config.head_dim, config.heads * config.head_dim
-    shares = [width // batch for width in widths if width % batch == 0]  # batch * rows is that width
-    colliding = sorted({size for size in (*heads, *widths, *shares, config.layers) if size >= 3})
-    rows = draw(st.integers(3, 24) | st.sampled_from(colliding))
-    return FillCase(
-        config,
-        batch=batch,
-        rows=rows,
-        tail=draw(st.integers(1, rows - 1)),
-        split=draw(st.integers(1, config.layers - 1)),
-        pads=draw(st.integers(0, rows - 1)) if padded else 0,
-    )
+        return self.prompt(self.config.vocabulary, seed)

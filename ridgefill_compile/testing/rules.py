@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate, map_arg
 from ridgefill_compile.passes.calls import Call, CausalTail, Need
 from ridgefill_compile.passes.rows import IntLike, Rows
 from ridgefill_compile.passes.rules import rule_for
-from tests.passes.graphs import aten, fake, fake_mode
+from ridgefill_compile.testing.graphs import aten, fake, fake_mode
 
 UNSET = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)  # only their shapes can be compared
 

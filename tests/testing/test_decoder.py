@@ -1,12 +1,15 @@
-"""The generated decoders are decoders, and what hypothesis prints of them runs."""
+"""Random decoders are decoders, and what hypothesis prints of them runs."""
 
 from __future__ import annotations
 
 import torch
 from hypothesis import given
 
-from tests import generated
-from tests.generated import Decoder, DecoderConfig, FillCase, decoder_configs, fill_cases
+from ridgefill_compile.testing import Decoder, DecoderConfig
+from ridgefill_compile.testing.decoder import FillCase
+from ridgefill_compile.testing.strategies import decoder_configs, fill_cases
+
+NAMES = {"FillCase": FillCase, "DecoderConfig": DecoderConfig, "Decoder": Decoder}
 
 
 @given(case=fill_cases(padded=False))
@@ -19,7 +22,7 @@ def test_rows_see_the_past_only(case):
     torch.testing.assert_close(outputs[0][:, :-1], others[0][:, :-1])
     assert (outputs[0][:, -1] - others[0][:, -1]).abs().max() > 1e-3
     assert outputs[0].shape == (case.batch, case.rows, case.config.vocabulary)
-    assert len(outputs[1]) == len(outputs[2]) == case.config.layers
+    assert len(outputs[1]) == len(outputs[2]) == case.config.writing_layers
 
 
 @given(case=fill_cases(padded=False))
@@ -64,14 +67,14 @@ def test_every_matrix_matters(config):
 
 @given(case=fill_cases())
 def test_printed_case_runs(case):
-    again = eval(repr(case), {"FillCase": FillCase, "DecoderConfig": DecoderConfig})
+    again = eval(repr(case), NAMES)
     assert again == case
-    decoder = eval(repr(case.decoder()), vars(generated))
+    decoder = eval(repr(case.decoder()), NAMES)
     assert decoder.config == case.config
 
 
 def test_decoder_is_the_same_at_each_call():
-    case = FillCase(DecoderConfig(bias=True, norm="layer"))
+    case = FillCase(config=DecoderConfig(bias=True, norm="layer"))
     first, second = (case.decoder().state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -79,7 +82,7 @@ def test_decoder_is_the_same_at_each_call():
 def test_only_what_differs_is_printed():
     config = DecoderConfig(residual="post", heads=2)
     assert repr(config) == "DecoderConfig(residual='post')"
-    assert repr(FillCase(config, rows=9)) == "FillCase(config=DecoderConfig(residual='post'), rows=9)"
+    assert repr(FillCase(config=config, rows=9)) == "FillCase(rows=9, config=DecoderConfig(residual='post'))"
 
 
 def flat(outputs: tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
