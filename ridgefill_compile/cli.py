@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
@@ -43,6 +43,13 @@ Text = Annotated[
 ]
 
 
+def fail(error: Exception) -> NoReturn:
+    """Print an error in one line, and end."""
+    Console(stderr=True).print(f"[red]error:[/red] {type(error).__name__}:", end=" ")
+    typer.echo(str(error), err=True)
+    raise typer.Exit(1) from error
+
+
 def reporting(command: Callable[P, dict[str, Any]]) -> Callable[P, None]:
     """A command that prints what it returns if that was asked for with `--json`, and errors in one line.
 
@@ -56,9 +63,7 @@ def reporting(command: Callable[P, dict[str, Any]]) -> Callable[P, None]:
             with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
                 result = command(*args, **kwargs)
         except (RidgefillError, OSError) as error:
-            Console(stderr=True).print(f"[red]error:[/red] {type(error).__name__}:", end=" ")
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from error
+            fail(error)
         if as_json:
             typer.echo(json.dumps(result))
 
@@ -258,10 +263,15 @@ def zoo(
     """
     from ridgefill_compile.evaluate.progress import progress
     from ridgefill_compile.zoo.pool import check_types
-    from ridgefill_compile.zoo.shrink import model_types
+    from ridgefill_compile.zoo.shrink import model_types, require_decoder
     from ridgefill_compile.zoo.tables import counts, verdict_table
 
     kinds = types or model_types()
+    try:
+        for kind in kinds:
+            require_decoder(kind)
+    except RidgefillError as error:
+        fail(error)
     verdicts = []
     with progress("checking decoders", len(kinds)) as step:
         for verdict in check_types(kinds, jobs=jobs, quick=quick, seconds=limit, resume=resume):

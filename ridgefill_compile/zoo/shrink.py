@@ -42,6 +42,14 @@ def model_types() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT_TEXT_DECODERS))
 
 
+def require_decoder(kind: str) -> None:
+    """Raise OptionError, with the reason, if there is no such model type or it is no causal text decoder."""
+    if kind in NOT_TEXT_DECODERS:
+        raise OptionError(f"{kind} is no text decoder: {NOT_TEXT_DECODERS[kind]}")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise OptionError(f"{kind} is no model type with a causal decoder in this version of transformers")
+
+
 def tiny_config(kind: str, **settings: Any) -> PretrainedConfig:
     """The defaults of a model type, shrunk.
 
@@ -52,10 +60,7 @@ def tiny_config(kind: str, **settings: Any) -> PretrainedConfig:
     Raises:
         OptionError: there is no such model type, or it is no text decoder.
     """
-    if kind in NOT_TEXT_DECODERS:
-        raise OptionError(f"{kind} is no text decoder: {NOT_TEXT_DECODERS[kind]}")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise OptionError(f"{kind} is no model type with a causal decoder in this version of transformers")
+    require_decoder(kind)
     return shrink(CONFIG_MAPPING[kind](), **settings)
 
 

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ridgefill_compile import cli
-from ridgefill_compile.zoo import pool
+from ridgefill_compile.zoo import pool, shrink
 from ridgefill_compile.zoo.check import Verdict
-from ridgefill_compile.zoo.shrink import model_types
 from ridgefill_compile.zoo.tables import counts, state_of
 from tests.evaluate.tiny import tiny_model, tiny_tokenizer
 
@@ -41,15 +40,16 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_one_object_a_line(given: list[Any], tmp_path: Path) -> None:
     kept = tmp_path / "zoo.jsonl"
-    arguments = ["zoo", "whole", "refused", "--json", "--jobs", "3", "--quick", "--resume", str(kept), "--limit", "9"]
+    arguments = ["zoo", "llama", "mamba", "--json", "--jobs", "3", "--quick", "--resume", str(kept), "--limit", "9"]
     found = RUN.invoke(cli.app, arguments)
     assert found.exit_code == 0
     lines = [json.loads(line) for line in found.stdout.splitlines()]
-    assert [Verdict(**line) for line in lines] == [VERDICTS["whole"], VERDICTS["refused"]]
-    assert given == [(["whole", "refused"], {"jobs": 3, "quick": True, "seconds": 9.0, "resume": kept})]
+    assert [Verdict(**line) for line in lines] == [VERDICTS["whole"]] * 2
+    assert given == [(["llama", "mamba"], {"jobs": 3, "quick": True, "seconds": 9.0, "resume": kept})]
 
 
-def test_a_table_and_a_line_of_counts(given: list[Any]) -> None:
+def test_a_table_and_a_line_of_counts(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrink, "require_decoder", lambda kind: None)
     found = RUN.invoke(cli.app, ["zoo", *VERDICTS], env={"COLUMNS": "200"})
     assert found.exit_code == 1  # one is wrong
     assert all(kind in found.stdout for kind in VERDICTS)
@@ -60,7 +60,14 @@ def test_a_table_and_a_line_of_counts(given: list[Any]) -> None:
 
 def test_all_types_by_default(given: list[Any]) -> None:
     assert RUN.invoke(cli.app, ["zoo", "--json"]).exit_code == 0
-    assert given[0][0] == model_types()
+    assert given[0][0] == shrink.model_types()
+
+
+@pytest.mark.parametrize(("kind", "says"), [("lama", "no model type"), ("musicgen", "decodes audio codebooks")])
+def test_no_decoder_is_an_error(given: list[Any], kind: str, says: str) -> None:
+    found = RUN.invoke(cli.app, ["zoo", "llama", kind, "--json"])
+    assert (found.exit_code, found.stdout, given) == (1, "", [])
+    assert says in found.stderr
 
 
 def test_states() -> None:
