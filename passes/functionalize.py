@@ -20,7 +20,7 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.errors import CannotFill
@@ -66,6 +66,7 @@ def functionalize(module: GraphModule) -> GraphModule:
                 last = graph.call_function(aten.copy_.default, (source, memory.now[source]))
                 last.meta["val"] = source.meta["val"]
     _drop_no_ops(module)
+    _read_past_writes(graph)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or has_effect(node))
     module.recompile()
     return module
@@ -210,7 +211,7 @@ def _write_back(emit: Emitter, view: Node, source: Node, value: Node, write: Nod
     Raises:
         CannotFill: the view has no step back (it repeats entries, or overlaps itself).
     """
-    if view.meta.get(_SAME):
+    if view.meta.get(_SAME) or view.target is aten.contiguous.default:
         return value
     if view.target is operator.getitem:
         return _piece_back(emit, view, source, value, write)
@@ -230,7 +231,7 @@ def _write_back(emit: Emitter, view: Node, source: Node, value: Node, write: Nod
     if view.target in RESHAPES:
         sizes = [emit.size(size) for size in shape(source)]
         return emit(aten.reshape.default, value, sizes, like=write)
-    raise CannotFill("an op writes through a view, and which other values change cannot be told", write)
+    raise CannotFill(f"an op writes through a view by {view.target}, which cannot be carried back", write)
 
 
 def _in_the_type_of(emit: Emitter, destination: Node, node: Node) -> Node:
@@ -325,10 +326,25 @@ def _drop_no_ops(module: GraphModule) -> None:
             module.graph.erase_node(node)
 
 
+def _read_past_writes(graph: Graph) -> None:
+    """An entry read after others were written is read before: one buffer of all layers' states ties none together."""
+    for node in graph.nodes:
+        while node.target is aten.select.int:
+            source, dim, index = node.args
+            if source.target is not aten.select_scatter.default:
+                break
+            buffer, _, written_dim, written = source.args
+            numbers = (dim, index, written_dim, written)
+            if not all(isinstance(n, int) and n >= 0 for n in numbers) or dim != written_dim or index == written:
+                break
+            node.replace_input_with(source, buffer)
+
+
 def _same_kind(node: Node, source: Node) -> bool:
     """Whether a cast changes nothing. A forced copy stays: somebody may write into it."""
     new, old = node.meta.get("val"), source.meta.get("val")
     if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
         return False
-    copies = arguments(node).get("copy", False)
-    return new.dtype == old.dtype and new.device == old.device and new.stride() == old.stride() and not copies
+    given = arguments(node)
+    relaid = given.get("memory_format") not in (None, torch.preserve_format)
+    return new.dtype == old.dtype and new.device == old.device and not relaid and not given.get("copy", False)

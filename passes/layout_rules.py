@@ -202,21 +202,30 @@ def slice_(node: Node, rows: Rows) -> Call | None:
 
 
 def slice_scatter(node: Node, rows: Rows) -> Call | None:
-    """A slice along one dimension is replaced; the others pass."""
+    """A slice along one dimension is replaced; the others pass, and so do rows behind it."""
     given = arguments(node)
     if rows.dim == positive(given["dim"], len(shape(node))):
-        return None
+        end = given["end"]
+        return _behind(node, rows, end) if isinstance(end, int) and end >= 0 else None
     return rewrite(node, self=Need(given["self"], rows), src=Need(given["src"], rows))
 
 
 def select_scatter(node: Node, rows: Rows) -> Call | None:
-    """One entry of one dimension is replaced; the others pass."""
+    """One entry of one dimension is replaced; the others pass, and so do rows behind it."""
     given = arguments(node)
     gone = positive(given["dim"], len(shape(node)))
     if rows.dim == gone:
-        return None
+        index = given["index"]
+        return _behind(node, rows, index + 1) if isinstance(index, int) and index >= 0 else None
     inner = rows.at(rows.dim - (rows.dim > gone))
     return rewrite(node, self=Need(given["self"], rows), src=Need(given["src"], inner))
+
+
+def _behind(node: Node, rows: Rows, end: int) -> Call | None:
+    """The last rows, if nothing from `end` on is written."""
+    if not same(rows.blocks, 1) or not at_least(shape(node)[rows.dim], rows.last + end):
+        return None
+    return Call(None, (Need(arguments(node)["self"], rows),))
 
 
 def scatter(node: Node, rows: Rows) -> Call | None:
@@ -303,14 +312,16 @@ def repeat(node: Node, rows: Rows) -> Call | None:
 
 
 def pad(node: Node, rows: Rows) -> Call | None:
-    """Dimensions that are not padded pass; what is added in front goes. `pad` lists pairs from the last dimension."""
+    """Dimensions that are not padded pass; what is added in front goes. `pad` lists pairs from the last dimension, and
+    negative amounts cut off.
+    """
     given = arguments(node)
     operand, pair = given["self"], 2 * (len(shape(node)) - 1 - rows.dim)
     amounts = list(given["pad"])
     before, after = (*amounts[pair : pair + 2], 0, 0)[:2]
     if before == 0 and after == 0:
         return first_operand(node, rows)
-    plainly = isinstance(before, int) and isinstance(after, int) and before >= 0 and after >= 0
+    plainly = isinstance(before, int) and isinstance(after, int) and before >= 0
     constant = given.get("mode", "constant") == "constant"
     inner = rows.last - after if plainly else 0
     if not (constant and inner > 0 and same(rows.blocks, 1) and at_least(shape(operand)[rows.dim], inner)):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import torch
@@ -35,6 +36,7 @@ STATE_UPDATES = {
     aten.index_copy.default: "source",
     aten.index_put.default: "values",
     aten.slice_scatter.default: "src",
+    aten.select_scatter.default: "src",
     aten.scatter.src: "src",
     aten.copy_.default: "src",
     aten.copy.default: "src",
@@ -199,9 +201,10 @@ def _locate_from(graph: Graph, source: Node, starts: list[Node], outputs: list[N
         if output in place:
             others.append(output)
         else:
-            chain = _chain(output, above) if output in flow else iter(())
-            root = next((node for node in chain if node in place), first)
-            states.setdefault(root, []).append(written_value(output))
+            for value in _dependent(graph, source, written_values(output)):
+                chain = _chain(value, above) if value in flow else iter(())
+                root = next((node for node in chain if node in place), first)
+                states.setdefault(root, []).append(value)
     place.setdefault(first, -1)
     roots = sorted(states, key=lambda node: place[node])
     row_dim = _row_dim(roots[-1], source) if roots else None
@@ -263,14 +266,25 @@ def _chain(node: Node, above: dict[Node, Node]) -> Iterator[Node]:
         node = above[node]
 
 
-def written_value(output: Node) -> Node:
-    """What a cache update writes: the new keys rather than the whole buffer they go into."""
-    while output.target in STATE_UPDATES:
-        value = arguments(output)[STATE_UPDATES[output.target]]
-        if not isinstance(value, Node):
-            break
-        output = value
-    return output
+def written_values(output: Node) -> list[Node]:
+    """What a cache update writes: the new keys rather than the whole buffer they go into, layer by layer if it is one
+    buffer for all of them.
+    """
+    found: list[Node] = []
+    ahead: list[Any] = [output]
+    while ahead:
+        node = ahead.pop()
+        name = STATE_UPDATES.get(node.target)
+        if name is not None and isinstance(arguments(node)[name], Node):
+            given = arguments(node)
+            ahead.append(given[name])
+            if isinstance(given.get("self"), Node) and given["self"].target in STATE_UPDATES:
+                ahead.append(given["self"])
+        elif node.target is aten.stack.default:
+            ahead.extend(arguments(node)["tensors"])
+        else:
+            found.append(node)
+    return found
 
 
 def _row_dim(value: Node, source: Node) -> int | None:

@@ -15,20 +15,22 @@ from torch.fx import Graph, Node
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.calls import arguments, aten, first_operand, shape
 from ridgefill_compile.passes.demand import Demands, analyse
-from ridgefill_compile.passes.layout_rules import cat, expand, pad, reshape, slice_, squeeze, unsqueeze
+from ridgefill_compile.passes.layout_rules import cat, expand, pad, reshape, select, slice_, squeeze, unsqueeze
 from ridgefill_compile.passes.locate import Layer, Located, same_shape
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, IntLike, Rows, same
 from ridgefill_compile.passes.rules import rule_for
 
-LAYOUTS = (first_operand, cat, slice_, reshape, unsqueeze, squeeze, expand, pad)
+LAYOUTS = (first_operand, cat, select, slice_, reshape, unsqueeze, squeeze, expand, pad)
 
 
-def check_late_states(graph: Graph, located: Located, split: int) -> None:
+def check_late_states(graph: Graph, located: Located, split: int, tail: int = 0) -> None:
     """Every late output must be a state: what later rows read, not something the caller asked to see of each row.
 
     A state is written row by row (row i depends on row i of the layer's input alone: keys, values, ...), or it sums
     rows up and has none itself (the state of a recurrence). Attention weights and router scores of every row are
     neither: they come from behind the layer's attention, which filled rows do not run.
+
+    What is made of tail rows alone is what the model makes of them, whatever it is.
 
     Raises:
         CannotFill: naming the output and the layer.
@@ -36,6 +38,14 @@ def check_late_states(graph: Graph, located: Located, split: int) -> None:
     for layer in located.layers[split:]:
         read = _demands_of_next_layer(graph, located, layer)
         for state in layer.states:
+            whole = analyse(graph, [(state, EVERYTHING)], stop=layer.input).on(layer.input)
+            if (
+                isinstance(whole, Rows)
+                and whole.dim == located.row_dim
+                and same(whole.blocks, 1)
+                and whole.last <= tail
+            ):
+                continue
             found = [_demand_on_input(graph, state, dim, layer.input) for dim in range(len(shape(state)))]
             if any(isinstance(d, Rows) and d.dim == located.row_dim and same(d.blocks, 1) for d, _ in found):
                 _check_read_by_other_rows(graph, layer, state, read)

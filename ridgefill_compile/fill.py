@@ -87,7 +87,7 @@ def _drop_unread_rows(captured: GraphModule, run: PassRunner, graph_report: Grap
 
 def _check(captured: GraphModule, located: Located, fill: Fill) -> None:
     check_wanted_rows(captured.graph, located, fill.tail)
-    check_late_states(captured.graph, located, fill.split)
+    check_late_states(captured.graph, located, fill.split, fill.tail)
 
 
 def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any]) -> Fill:

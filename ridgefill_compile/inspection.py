@@ -151,7 +151,7 @@ def _inspect(inspection: Inspection, module: GraphModule, split: int | None) -> 
     inspection.layers = [_layer_facts(captured, located, layer, inspection.split) for layer in located.layers]
     fill = Fill("ridge", inspection.split, inspection.tail, ShapeOnlyMaps(captured, located, inspection.split))
     check_wanted_rows(captured.graph, located, fill.tail)
-    check_late_states(captured.graph, located, fill.split)
+    check_late_states(captured.graph, located, fill.split, fill.tail)
     routed = route(captured, located, fill)
     demands = analyse(routed.graph)
     result = eliminate(routed, demands)

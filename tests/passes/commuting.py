@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ridgefill_compile.testing.rules import Finding, Sample, Size, judge, sample
+from ridgefill_compile.testing.square import Finding, Sample, Size, judge, sample
 
 __all__ = ["Finding", "Sample", "Size", "judge", "sample"]

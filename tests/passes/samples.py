@@ -442,7 +442,16 @@ def cuts() -> Iterator[Sample]:
     yield sample(aten.chunk.default, real(2, N, N), 3, -1, dynamic=[(0, 1)])
     for repeats in ([1, 2, 1], [2, 1, 1], [1, 1, N], [1, 1, 1], [2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 1, 1]):
         yield sample(aten.repeat.default, real(2, N, N), repeats)
-    for amounts in ([1, 0], [0, 0, 2, 0], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, -2, 0], [0, 0, 1, 1, 0, 0]):
+    for amounts in (
+        [1, 0],
+        [0, 0, 2, 0],
+        [0, 0, 0, 1],
+        [1, 1, 0, 0],
+        [0, 0, -2, 0],
+        [0, 0, 1, -1],
+        [0, 0, 2, -3],
+        [0, 0, 1, 1, 0, 0],
+    ):
         yield sample(aten.constant_pad_nd.default, strided(2, N, N), amounts, 7.0)
         yield sample(aten.pad.default, real(2, N, N), amounts)
     yield sample(aten.pad.default, real(2, N, N), [1, 2], "reflect")
