@@ -13,7 +13,8 @@ import torch
 from ridgefill_compile.backend import ridgefill
 from ridgefill_compile.errors import RidgefillWarning
 from ridgefill_compile.report import report
-from ridgefill_compile.testing.variants import Variants, worst
+from ridgefill_compile.testing.variants import Variants
+from ridgefill_compile.zoo.calling import worst
 from tests.decoders import CORE, EITHER, FILLED, RECURRENT, REFUSED, cache_of, token_ids
 
 TOLERANCE = 1e-4  # fp32 rounding of these models is up to 2e-5

@@ -24,7 +24,8 @@ from ridgefill_compile.testing import Decoder, DecoderConfig
 from ridgefill_compile.testing.decoder import FillCase, Layer
 from ridgefill_compile.testing.mixing import States
 from ridgefill_compile.testing.strategies import decoder_configs, fill_cases
-from ridgefill_compile.testing.variants import RandomMaps, Variants, worst
+from ridgefill_compile.testing.variants import RandomMaps, Variants
+from ridgefill_compile.zoo.calling import worst
 from tests.decoders import enliven
 from tests.toys import compiled, distance, results
 
@@ -44,21 +45,21 @@ def cases(draw: st.DrawFn, /, plain: bool = False, **fixed: Any) -> FillCase:
 
 
 class Ways(Variants):
-    """Answers a call in any of the ways that its prompt's graph was rewritten in: set `answer` before the call."""
+    """Answers a call in any of the ways that its prompt's graph was rewritten in: set `way` before the call."""
 
-    answer: str = "exact"
+    way: str = "exact"
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         super().__call__(module, example_inputs)
         assert not self.refusals, self.refusals
         graphs = dict(self.graphs)
-        return lambda *inputs: graphs[self.answer](*inputs)
+        return lambda *inputs: graphs[self.way](*inputs)
 
     def answers(self, fast: Callable[..., Any], *args: Any, **arguments: Any) -> dict[str, list[Tensor]]:
         """Logits and states of a call, in every way."""
         found = {}
         for way in ("exact", *self.ways):
-            self.answer = way
+            self.way = way
             with torch.no_grad():
                 found[way] = list(results(fast(*args, **arguments)).values())
         return found
@@ -87,7 +88,7 @@ def by_definition(
                 alone, _ = block(x[:, -case.tail :], sight.alone(case.tail))
                 mixed = torch.cat([mixed[:, : -case.tail], alone], dim=1)
             x = mixed
-        logits = decoder.end(x[:, -keep:])
+        logits = decoder.end(x, keep)
     return list(results((logits, [one for one, _ in kept], [other for _, other in kept])).values())
 
 

@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ridgefill_compile.testing.config import DecoderConfig, Routing
     from ridgefill_compile.testing.decoder import Decoder
-    from ridgefill_compile.testing.difference import Difference, first_difference
+    from ridgefill_compile.testing.difference import Difference, Mismatch, first_difference
     from ridgefill_compile.testing.graphs import traced, traced_call
-    from ridgefill_compile.testing.rules import Sample, check_rule, sample
+    from ridgefill_compile.testing.rules import check_rule
     from ridgefill_compile.testing.soundness import assert_rows_sound, assert_same_on_demanded_rows
+    from ridgefill_compile.testing.square import Sample, sample
     from ridgefill_compile.testing.strategies import decoders, routings
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
     "Difference",
+    "Mismatch",
     "Routing",
     "Sample",
     "assert_rows_sound",
@@ -43,10 +45,11 @@ __all__ = [
 _WHERE = {
     "config": ("DecoderConfig", "Routing"),
     "decoder": ("Decoder",),
-    "difference": ("Difference", "first_difference"),
+    "difference": ("Difference", "Mismatch", "first_difference"),
     "graphs": ("traced", "traced_call"),
-    "rules": ("Sample", "check_rule", "sample"),
+    "rules": ("check_rule",),
     "soundness": ("assert_rows_sound", "assert_same_on_demanded_rows"),
+    "square": ("Sample", "sample"),
     "strategies": ("decoders", "routings"),
 }
 

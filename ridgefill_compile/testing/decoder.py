@@ -247,7 +247,7 @@ class Decoder(nn.Module):
             x, states = block(x, sight, old, kept[self.config.source_layer] if shares else None)
             if not shares:
                 kept.append(states)
-        return self.end(x[:, -logits_to_keep:]), [one for one, _ in kept], [other for _, other in kept]
+        return self.end(x, logits_to_keep), [one for one, _ in kept], [other for _, other in kept]
 
     def begin(self, ids: Tensor, padding: Tensor | None, old: int) -> tuple[Tensor, Sight]:
         """The residual before the first layer, and what all layers share, after `old` rows."""
@@ -259,9 +259,10 @@ class Decoder(nn.Module):
             x = x.unsqueeze(2).expand(-1, -1, self.config.streams, -1)
         return x, sight
 
-    def end(self, x: Tensor) -> Tensor:
-        """Logits of the residual behind the last layer."""
-        logits: Tensor = self.head(self.norm(x if self.config.streams == 1 else x.sum(2)))
+    def end(self, x: Tensor, keep: int = 0) -> Tensor:
+        """Logits of the last rows of the residual behind the last layer."""
+        x = x if self.config.streams == 1 else x.sum(2)
+        logits: Tensor = self.head(self.norm(x[:, -keep:]))
         return logits
 
     def rows_of(self, past: Past) -> int:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.passes.experts import collapse
 from ridgefill_compile.passes.functionalize import functionalize
+from ridgefill_compile.testing import source
 
 aten = torch.ops.aten
 
@@ -88,8 +89,11 @@ def traced_call(
         return tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
     inputs = [*(call[name] for name in fed), *(value.detach() for value in weights.values())]
-    sizes = [(fed.index(name), dim) for name, dim in dynamic]
-    return traced(run, *inputs, dynamic=sizes), inputs
+    module = traced(run, *inputs, dynamic=[(fed.index(name), dim) for name, dim in dynamic])
+    shown = f", dynamic={list(dynamic)!r}" if dynamic else ""
+    code = [*source.of_model(model), *source.of_call(call), f"before, inputs = traced_call(model, call{shown})"]
+    module.meta[source.SOURCE] = code
+    return module, inputs
 
 
 @contextlib.contextmanager

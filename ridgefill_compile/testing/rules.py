@@ -1,312 +1,192 @@
-"""The commuting square of one call: its last rows, against the narrowed call on operands that are really narrower.
-
-        x  ----- op ----->  op(x)
-        |                     |
-      rows                  rows
-        v                     v
-      x[rows] --- call --->  same?
-
-Values without entries serve the rule: fake ones, as in a captured graph, where sizes are symbolic, and otherwise
-tensors on the meta device, which take no time. Real values beside them serve the truth. A narrowed operand is cut out
-of the real one before the call runs, so a rule that reads further cannot pass.
-"""
+"""One op's row rule against the truth: `op(x)[rows] == rule(op)(x[rows])`, on samples given or made of its schema."""
 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate, map_arg
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from ridgefill_compile.passes.calls import Call, CausalTail, Need
-from ridgefill_compile.passes.rows import IntLike, Rows
-from ridgefill_compile.passes.rules import rule_for
-from ridgefill_compile.testing.graphs import aten, fake, fake_mode
+from ridgefill_compile.passes.calls import Call, CausalTail, Need, Rule
+from ridgefill_compile.testing import source
+from ridgefill_compile.testing.difference import Mismatch
+from ridgefill_compile.testing.square import Finding, Sample, Square, judge
 
-UNSET = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)  # only their shapes can be compared
-
-
-@dataclass(frozen=True)
-class Size:
-    """In a sample's arguments: the size of dimension `dim` of its `operand`-th tensor, as a node of the graph."""
-
-    operand: int
-    dim: int
+MOST_SAMPLES = 60
+MOST_TRIED = 6000
+SHAPES: tuple[tuple[int, ...], ...] = ((3,), (3, 3), (2, 3), (1, 3), (3, 1), (2, 3, 3), (1, 3, 2), (2, 1, 3), ())
+FIRST: tuple[tuple[int, ...], ...] = ((3,), (3, 3), (2, 3, 3), (1, 3, 2), (2, 3, 3, 3))  # of an op's first operand
+_LISTS = ([0], [1], [-1], [0, 1], [1, 2], [3], [3, 3], [9], [6, 3], [2, 9], [2, 3, 3], [18], [0, 2, 1])
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One call of an op on real tensors; `dynamic`: pairs of tensor and dimension whose size is symbolic."""
+def check_rule(
+    op: Any, rule: Rule | None = None, samples: Iterable[Sample | Sequence[Any]] | None = None
+) -> list[Finding]:
+    """Hold a row rule to the commuting square: rows of the result are the narrowed call's, on truly narrower operands.
 
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    dynamic: tuple[tuple[int, int], ...] = ()
+    Every sample is asked for one, two, all but one and all rows of every dimension, in one block and in several.
 
-    def __str__(self) -> str:
-        def short(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            kind = str(value.dtype).removeprefix("torch.")
-            return f"{kind}{list(value.shape)}{'' if value.is_contiguous() else ' strided'}"
+    Args:
+        op: an operator, such as `torch.ops.aten.cumsum.default`.
+        rule: the candidate; None: the one of the table.
+        samples: calls of the op (see `sample`), or their positional arguments; None: small ones, made from its schema,
+            on sizes that collide.
 
-        args = [str(map_aggregate(a, short)) for a in self.args]
-        args += [f"{name}={map_aggregate(a, short)}" for name, a in self.kwargs.items()]
-        return f"{self.op}({', '.join(args)}){f' dynamic {self.dynamic}' if self.dynamic else ''}"
+    Returns:
+        What was found of each demand: "right", or "none" where the rule says nothing.
 
-
-def sample(op: Any, *args: Any, dynamic: Sequence[tuple[int, int]] = (), **kwargs: Any) -> Sample:
-    """A `Sample`, written as the call."""
-    return Sample(op, args, kwargs, tuple(dynamic))
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one rule said of some rows of one result of one sample.
-
-    Attributes:
-        verdict: "right", "wrong", or "none" where the rule returned None.
-        operands: of a right one: whether it narrowed any.
-        detail: of a wrong one: what was wrong; of "none": a narrowing that would have been right, if one was found.
+    Raises:
+        Mismatch: an AssertionError that shows the smallest counterexample, and code that fails the same way.
+        ValueError: no sample could be made of the schema, or the rule narrowed nothing of any: give samples.
     """
-
-    sample: Sample
-    result: int | None
-    rows: Rows
-    size: tuple[int, ...]
-    verdict: str
-    detail: str = ""
-
-    def __str__(self) -> str:
-        which = "" if self.result is None else f"[{self.result}]"
-        return f"{self.sample}{which} -> {list(self.size)}, {self.rows}: {self.verdict} {self.detail}"
-
-
-class NoRule(Exception):
-    """No rule narrows the call."""
+    calls = [s if isinstance(s, Sample) else Sample(op, tuple(s)) for s in samples or ()] or samples_of(op)
+    if not calls:
+        raise ValueError(f"no sample of {op} could be made of its schema: give samples")
+    found = [finding for given in calls for finding in judge(given, gaps=False, rule=rule)]
+    wrong = [finding for finding in found if finding.verdict == "wrong"]
+    if wrong:
+        smallest = min(wrong, key=_size)
+        what = f"the rule of {op} is wrong on {len(wrong)} of {len(found)} demands; the smallest:"
+        raise Mismatch(f"{what}\n{_described(smallest, rule)}", _program(op, rule, smallest.sample))
+    if not any(f.verdict == "right" and f.rows.last * f.rows.blocks != f.size[f.rows.dim] for f in found):
+        raise ValueError(f"the rule of {op} narrows nothing of {len(calls)} samples: give others")
+    return found
 
 
-class Wrong(Exception):
-    """A rule asks for rows that are not there."""
+def _size(finding: Finding) -> tuple[int, int]:
+    return entries(finding.sample), finding.rows.last
 
 
-def number(value: Any) -> int:
-    """A size, or the one it was traced with. Adds no guard."""
-    return int(value.node.hint) if isinstance(value, torch.SymInt) else int(value)
+def entries(given: Sample) -> int:
+    """Entries of all tensors of a sample."""
+    leaves = tree_leaves([given.args, given.kwargs])
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def take(value: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The rows of a real tensor, as a slice of it."""
-    blocks = number(rows.blocks)
-    if not 0 <= rows.dim < value.dim():
-        raise Wrong(f"{rows} of a value of shape {list(value.shape)}")
-    length, rest = divmod(value.shape[rows.dim], blocks)
-    if rest or rows.last > length:
-        raise Wrong(f"{rows} of a value of shape {list(value.shape)}")
-    if blocks == 1:
-        return value.narrow(rows.dim, length - rows.last, rows.last)
-    apart = value.unflatten(rows.dim, (blocks, length)).narrow(rows.dim + 1, length - rows.last, rows.last)
-    return apart.flatten(rows.dim, rows.dim + 1)
+def _described(finding: Finding, rule: Rule | None) -> str:
+    """The sample, what was asked for, what the rule says, and what came of it."""
+    which = "" if finding.result is None else f" of result {finding.result}"
+    square = Square(finding.sample, rule)
+    try:
+        call = square.narrowed_call(square.results[finding.result], finding.rows)
+    except Exception as error:
+        said = f"an error: {error}"
+    else:
+        said = _said(call)
+    lines = [f"{finding.sample} -> {list(finding.size)}", f"wanted: {finding.rows}{which}", f"the rule says: {said}"]
+    return "\n".join(f"  {line}" for line in [*lines, *finding.detail.strip().splitlines()] if line)
 
 
-def empty(value: Any) -> Any:
-    """A tensor without entries: size, strides and type."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+def _said(argument: Any) -> str:
+    if isinstance(argument, Call):
+        args = [_said(a) for a in argument.args] + [f"{k}={_said(v)}" for k, v in argument.kwargs.items()]
+        return args[0] if argument.target is None else f"{argument.target}({', '.join(args)})"
+    if isinstance(argument, Need):
+        return f"<{argument.rows} of {argument.node}>"
+    if isinstance(argument, CausalTail):
+        return "<causal mask of the tail>"
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(map(_said, argument))}]"
+    return str(argument)
 
 
-class Square:
-    """One sample as a graph of one call, with a real value beside every node."""
+def _program(op: Any, rule: Rule | None, given: Sample) -> str:
+    args = [_written(value) for value in given.args]
+    args += [f"{name}={_written(value)}" for name, value in given.kwargs.items()]
+    args += [f"dynamic={list(given.dynamic)!r}"] if given.dynamic else []
+    lines = [source.of_function(rule, "rule")] if rule is not None else []
+    lines += [
+        f"op = torch.ops.{op}",
+        f"check_rule(op, {'rule, ' if rule is not None else ''}samples=[sample({', '.join(['op', *args])})])",
+    ]
+    return source.program(["check_rule", "sample"], lines)
 
-    def __init__(self, given: Sample) -> None:
-        self.sample = given
-        self.mode = fake_mode()
-        self.graph = Graph()
-        self.real: dict[Node, Any] = {}
-        self.tensors: list[Node] = []
-        args = map_aggregate(given.args, self._place)
-        kwargs = {name: map_aggregate(value, self._place) for name, value in given.kwargs.items()}
-        args, kwargs = map_aggregate((args, kwargs), self._resolve)
-        self.call = self._add(given.op, args, kwargs)
-        several = isinstance(self.real[self.call], list | tuple)
-        self.results: dict[int | None, Node] = {None: self.call}
-        if several:
-            indices = range(len(self.real[self.call]))
-            self.results = {i: self._add(operator.getitem, (self.call, i), {}) for i in indices}
 
-    def _place(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        position = len(self.tensors)
-        node = self.graph.placeholder(f"input_{position}")
-        dims = [dim for operand, dim in self.sample.dynamic if operand == position]
-        node.meta["val"] = fake(self.mode, value, node.name, dims) if self.sample.dynamic else empty(value)
-        self.real[node] = value
-        self.tensors.append(node)
-        return node
+def _written(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, torch.dtype | torch.memory_format):
+        return str(value)
+    return source.of_value(value)
 
-    def _resolve(self, value: Any) -> Any:
-        if not isinstance(value, Size):
-            return value
-        return self._add(aten.sym_size.int, (self.tensors[value.operand], value.dim), {})
 
-    def _add(self, target: Any, args: Any, kwargs: Any) -> Node:
-        node = self.graph.call_function(target, args, kwargs)
-        reals = map_arg((args, kwargs), lambda n: self.real[n])
-        self.real[node] = target(*reals[0], **reals[1])
-        if not self.sample.dynamic:
-            node.meta["val"] = map_aggregate(self.real[node], empty)
-            return node
-        fakes = map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.mode, torch.no_grad():
-            node.meta["val"] = target(*fakes[0], **fakes[1])
-        return node
+# ---------------------------------------------------------------- samples of a schema
 
-    def narrowed(self, node: Node, rows: Rows, whole: bool = False) -> Any:
-        """These rows of a node: cut out of an input, or as its rule computes them from narrower operands.
 
-        Args:
-            node: one of this graph.
-            rows: of its value.
-            whole: copy what is cut out, so that it is contiguous.
+def samples_of(op: Any) -> list[Sample]:
+    """Small calls of an op, made from its schema: those of many tried that run, on sizes that collide."""
+    for make in (_normal, _whole, _flags, _complex):
+        found = list(itertools.islice(_that_run(op, make), MOST_TRIED))
+        if found:
+            found.sort(key=entries)
+            step = max(1, -(-len(found) // MOST_SAMPLES))
+            return found[::step]
+    return []
 
-        Raises:
-            NoRule: the rule returns None.
-            Wrong: it asks for rows that an operand does not have.
-        """
-        if node.op == "placeholder":
-            cut = take(self.real[node], rows)
-            return cut.contiguous() if whole else cut
-        rule = rule_for(node)
-        call = rule(node, rows) if rule is not None else None
-        if call is None:
-            raise NoRule
-        args = self._given(call.args, whole)
-        kwargs = self._given(call.kwargs, whole)
-        return args[0] if call.target is None else call.target(*args, **kwargs)
 
-    def _given(self, argument: Any, whole: bool) -> Any:
-        """A narrowed call's argument, as real values."""
-        if isinstance(argument, Need):
-            return self.narrowed(argument.node, argument.rows, whole)
-        if isinstance(argument, Call):
-            return argument.target(*self._given(argument.args, whole), **self._given(argument.kwargs, whole))
-        if isinstance(argument, CausalTail):
-            return causal_tail(self.real[argument.query], self.real[argument.key], argument.last)
-        if isinstance(argument, Node):
-            return self.real[argument]
-        if isinstance(argument, list | tuple):
-            return [self._given(item, whole) for item in argument]
-        if isinstance(argument, dict):
-            return {name: self._given(item, whole) for name, item in argument.items()}
-        return argument
-
-    def judge(self, result: int | None, rows: Rows, gaps: bool = True) -> Finding:
-        """Ask the rule for these rows of a result, and hold it to the truth. `gaps`: search for one if it is silent."""
-        node = self.results[result]
-        size = tuple(self.real[node].shape)
-        expected = take(self.real[node], rows)
-        guards = len(self.mode.shape_env.guards)
+def _that_run(op: Any, make: Any) -> Iterator[Sample]:
+    wanted = [a for a in op._schema.arguments if not a.has_default_value() or a.name in ("dim", "dims", "keepdim")]
+    tensors = [a.name for a in wanted if "Tensor" in str(a.type)]
+    choices = [list(_values(a, make, tensors)) for a in wanted]
+    for picked in itertools.islice(itertools.product(*choices), MOST_TRIED):
+        given = dict(zip((a.name for a in wanted), picked, strict=True))
+        positional = [a for a in op._schema.arguments if not a.kwarg_only]
+        last = max((i for i, a in enumerate(positional) if a.name in given), default=-1)
+        args = tuple(given.get(a.name, a.default_value) for a in positional[: last + 1])
+        kwargs = {a.name: given[a.name] for a in wanted if a.kwarg_only}
         try:
-            for whole in (False, True):
-                self.compare(self.narrowed(node, rows, whole), expected)
-        except NoRule:
-            all_rows = rows.last * number(rows.blocks) == size[rows.dim]
-            gap = self.search(result, rows, expected) if gaps and not all_rows else None
-            return Finding(self.sample, result, rows, size, "none", gap or "")
-        except Exception as error:
-            return Finding(self.sample, result, rows, size, "wrong", f"{type(error).__name__}: {error}")
-        if len(self.mode.shape_env.guards) != guards:
-            return Finding(self.sample, result, rows, size, "wrong", "the rule added a guard on a symbolic size")
-        return Finding(self.sample, result, rows, size, "right")
-
-    def compare(self, actual: Any, expected: torch.Tensor) -> None:
-        """Same shape, dtype and entries."""
-        if self.sample.op in UNSET:
-            actual, expected = torch.zeros_like(actual), torch.zeros_like(expected)
-        alike = actual.shape == expected.shape and actual.dtype == expected.dtype
-        if not alike or not torch.allclose(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)  # says where
-
-    def search(self, result: int | None, rows: Rows, expected: torch.Tensor) -> str | None:
-        """A narrowing of aligned operands under which the call would commute: what a rule could have said."""
-        length = self.real[self.results[result]].shape[rows.dim] // number(rows.blocks)
-        aligned = [[None, *self._aligned(node, length, rows.last)] for node in self.tensors]
-        for choice in itertools.product(*aligned):
-            cut = dict(zip(self.tensors, choice, strict=True))
-            if any(choice) and any(self._commutes(args, cut, result, expected) for args in self._sizes(rows)):
-                return ", ".join(f"{node}: {part}" for node, part in cut.items() if part is not None)
-        if not self.tensors and any(self._commutes(args, {}, result, expected) for args in self._sizes(rows)):
-            return "a smaller size"
-        for node in self.tensors:
-            size = self.real[node].shape
-            if rows.dim < len(size):
-                for part in self._aligned(node, size[rows.dim], rows.last):
-                    if self._equal(take(self.real[node], part), expected):
-                        return f"{part} of {node} itself"
-        return None
-
-    def _aligned(self, node: Node, length: int, last: int) -> Iterator[Rows]:
-        for dim, size in enumerate(self.real[node].shape):
-            if length > 0 and size % length == 0 and size >= length > last:
-                yield Rows(dim, last, size // length)
-
-    def _sizes(self, rows: Rows) -> Iterator[tuple[Any, ...]]:
-        """The call's arguments, as they are and with a size made smaller."""
-        args = self.call.args
-        yield args
-        for position, value in enumerate(args):
-            if isinstance(value, list | tuple) and rows.dim < len(value) and not set(self.tensors) & set(value):
-                for smaller in (-1, rows.last * number(rows.blocks)):
-                    sizes = [*value[: rows.dim], smaller, *value[rows.dim + 1 :]]
-                    yield (*args[:position], sizes, *args[position + 1 :])
-
-    def _commutes(self, args: Any, cut: dict[Node, Rows | None], result: int | None, expected: torch.Tensor) -> bool:
-        def real(node: Node) -> Any:
-            rows = cut.get(node)
-            return self.real[node] if rows is None else take(self.real[node], rows)
-
-        try:
-            args, kwargs = map_arg((args, self.call.kwargs), real)
-            value = self.sample.op(*args, **kwargs)
-            value = value if result is None else value[result]
-        except (RuntimeError, IndexError, ValueError):
-            return False
-        return self._equal(value, expected)
-
-    def _equal(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
-        try:
-            self.compare(actual, expected)
-        except AssertionError:
-            return False
-        return True
-
-    def demands(self, result: int | None) -> Iterator[Rows]:
-        """Rows to ask a result for: one, two, all but one and all, in one block or several."""
-        sizes = [size for node in self.tensors for size in node.meta["val"].shape if isinstance(size, torch.SymInt)]
-        counts: list[IntLike] = [1, 2, 3, *sizes]
-        for dim, length in enumerate(self.real[self.results[result]].shape):
-            for blocks in counts:
-                inner, rest = divmod(length, number(blocks))
-                lasts = sorted({1, 2, inner - 1, inner}) if not rest else []
-                yield from (Rows(dim, last, blocks) for last in lasts if 1 <= last <= inner)
+            result = op(*args, **kwargs)
+        except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError):
+            continue
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if results and all(leaf.dim() and leaf.numel() and not leaf.isnan().any() for leaf in results):
+            yield Sample(op, args, kwargs)
 
 
-def causal_tail(query: torch.Tensor, key: torch.Tensor, last: int) -> torch.Tensor:
-    """The last rows of the mask that `is_causal` stands for, bool [last, keys]."""
-    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()[-last:]
+def _values(argument: Any, make: Any, tensors: Sequence[str]) -> Iterator[Any]:
+    """What to try for an argument of a schema."""
+    kind, name = str(argument.type), argument.name
+    if argument.has_default_value():
+        yield argument.default_value
+    if "Tensor" in kind:
+        shapes = FIRST if tensors[0] == name else SHAPES
+        maker = _whole if name.startswith(("index", "indices")) else _flags if name in ("condition", "mask") else make
+        if kind.startswith("Optional"):
+            yield None
+        if "List" in kind:
+            yield from ([maker(*size), maker(*size)] for size in shapes)
+        else:
+            yield from (maker(*size) for size in shapes)
+    elif "List" in kind:
+        yield from (list(value) for value in _LISTS)
+    elif "bool" in kind:
+        yield from (False, True)
+    elif "int" in kind.lower():
+        yield from (0, 1, -1) if name.startswith("dim") else (1, 2, 0)
+    elif "float" in kind or "number" in kind:
+        yield 2
+    elif not argument.has_default_value():
+        yield None
 
 
-def judge(given: Sample, gaps: bool = True) -> Iterator[Finding]:
-    """Every demand on every result of a sample."""
-    square = Square(given)
-    for result, node in square.results.items():
-        if isinstance(square.real[node], torch.Tensor):
-            for rows in square.demands(result):
-                yield square.judge(result, rows, gaps)
+def _generator(size: Sequence[int]) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(size))
+
+
+def _normal(*size: int) -> Tensor:
+    return (4 * torch.randn(size, generator=_generator(size))).round() / 4  # short when written out
+
+
+def _whole(*size: int) -> Tensor:
+    return torch.randint(3, size, generator=_generator(size))
+
+
+def _flags(*size: int) -> Tensor:
+    return _normal(*size) > 0
+
+
+def _complex(*size: int) -> Tensor:
+    return torch.complex(_normal(*size), _normal(*size))

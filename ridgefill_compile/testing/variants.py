@@ -57,6 +57,7 @@ class Variants:
         graphs: name -> rewritten graph, of the last compiled prompt.
         captured, routed, narrowed: what the passes made of that prompt's graph, before it is written out to run.
         results: one entry a call that was a prompt: name -> results of the graph.
+        inputs: of the last such call, as they were before it.
         refusals: why prompts were not filled.
         compiled: how many prompt graphs were compiled.
     """
@@ -76,6 +77,7 @@ class Variants:
     routed: dict[str, GraphModule] = field(default_factory=dict)
     narrowed: dict[str, GraphModule] = field(default_factory=dict)
     results: list[Mapping[str, Sequence[Tensor]]] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
     refusals: list[CannotFill] = field(default_factory=list)
     located: Located | None = None
     compiled: int = 0
@@ -92,24 +94,31 @@ class Variants:
             return module.forward
 
         def run(*inputs: Any) -> Any:
-            copies = {
-                name: [x.clone() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) else x for x in inputs]
-                for name in graphs
-            }
-            found = {name: _written(graph(*copies[name]), copies[name]) for name, graph in graphs.items()}
-            self.results.append(found)
+            self.answer(graphs, inputs)
             return module.forward(*inputs)
 
         return run
 
+    def answer(self, graphs: Mapping[str, GraphModule], inputs: Sequence[Any]) -> Mapping[str, Sequence[Tensor]]:
+        """Results of every graph, each on copies of the inputs; the last entry of `results` from now on."""
+        self.inputs = _copies(inputs)
+        copies = {name: _copies(inputs) for name in graphs}
+        found = {name: _written(graph(*copies[name]), copies[name]) for name, graph in graphs.items()}
+        self.results.append(found)
+        return found
+
     def rewrite(self, module: GraphModule) -> dict[str, GraphModule]:
+        """The captured graph of one of Dynamo's, and its rewritten ones, by name."""
+        return self.rewritten(capture(module))
+
+    def rewritten(self, captured: GraphModule) -> dict[str, GraphModule]:
         """The captured graph and its rewritten ones, by name."""
-        captured = self.captured = capture(module)
+        self.captured = captured
         self._verify(captured, None, "capture")
         located = self.located = locate(captured.graph)
         choose_fill(located, Options(route="oracle", split=self.split, tail=self.tail), [])
         check_wanted_rows(captured.graph, located, self.tail)
-        check_late_states(captured.graph, located, self.split)
+        check_late_states(captured.graph, located, self.split, self.tail)
         self.graphs = {"exact": expand(captured)}
         for name, (way, eliminated) in self.ways.items():
             fill = Fill(way, self.split, self.tail, RandomMaps(located, self.split))
@@ -134,23 +143,12 @@ class Variants:
         return self.results
 
 
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    """Inputs that may be written into, apart from the caller's."""
+    return [x.clone() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) else x for x in inputs]
+
+
 def _written(results: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
     """A graph's results and, behind them, its tensor inputs as it leaves them: static caches are written in place."""
     tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
     return [*(r for r in results if isinstance(r, Tensor)), *tensors]
-
-
-def worst(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """The largest difference between two lists of results, relative to each one's largest entry."""
-    assert len(left) == len(right)
-    found = 0.0
-    for a, b in zip(left, right, strict=True):
-        assert a.shape == b.shape
-        assert a.dtype == b.dtype
-        if a.numel() and a.is_floating_point():
-            scale = max(1.0, a.nan_to_num(0.0, 0.0, 0.0).abs().max().item())
-            found = max(found, ((a - b).nan_to_num(0.0, 0.0, 0.0).abs().max() / scale).item())
-            assert torch.equal(a.isfinite(), b.isfinite())
-        else:
-            assert torch.equal(a, b)
-    return found
