@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from ridgefill_compile.passes.attend import causal_tail_mask
 from ridgefill_compile.passes.calls import CAUSAL_TAIL, TO_THE_END, Call, CausalTail, Need, aten, shape
 from ridgefill_compile.passes.demand import Demands, analyse, whole_suffix
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
+from ridgefill_compile.passes.functionalize import memory_of
 from ridgefill_compile.passes.rows import EVERYTHING, Demand, Rows, covers
 from ridgefill_compile.passes.rules import rule_for
 
@@ -34,6 +36,7 @@ def eliminate(module: GraphModule, demands: Demands | None = None) -> GraphModul
     writer = _Writer(old, demands or analyse(old))
     for node in old.nodes:
         writer.write(node)
+    _keep_apart(writer, old)
     result = GraphModule(module, writer.graph)
     result.meta = dict(module.meta)
     return result
@@ -124,3 +127,21 @@ class _Writer:
         apart = self.emit(aten.unflatten.int, value, dim, parts, like=value)
         last = self.emit(aten.slice.Tensor, apart, dim + 1, -wanted.last, TO_THE_END, like=value)
         return self.emit(aten.flatten.using_ints, last, dim, dim + 1, like=value)
+
+
+def _keep_apart(writer: _Writer, old: Graph) -> None:
+    """Copy results that would now lie in one memory and did not before: rows of two joins of the same value, say."""
+    end = writer.graph.output_node()
+    seen: dict[Node, Node] = {}  # memory in the new graph -> memory in the old one
+
+    def apart(value: Node) -> Node:
+        new, before = writer.new[value], memory_of(value)
+        memory = memory_of(new)
+        borrowed = memory.op == "placeholder" and before.op != "placeholder"
+        if seen.setdefault(memory, before) is before and not borrowed:
+            return new
+        with writer.graph.inserting_before(end):
+            return writer.emit(aten.clone.default, new, like=new)
+
+    copies = {value: apart(value) for value in old.output_node().all_input_nodes}
+    end.args = map_arg(old.output_node().args, copies.__getitem__)

@@ -274,6 +274,13 @@ def is_view(node: Node) -> bool:
     return _looked_at(node) is not None
 
 
+def memory_of(node: Node) -> Node:
+    """The node whose memory a value lies in."""
+    while (source := _looked_at(node)) is not None:
+        node = source
+    return node
+
+
 def _looked_at(node: Node) -> Node | None:
     """The operand whose memory a call returns, if it does. Ops that may copy (`reshape`) are asked for their values."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):

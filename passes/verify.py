@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ridgefill_compile.errors import RidgefillError, describe_node
 from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
-from ridgefill_compile.passes.functionalize import is_view
+from ridgefill_compile.passes.functionalize import memory_of
 from ridgefill_compile.passes.rows import same
 
 
@@ -101,20 +101,13 @@ def _check_signature(after: GraphModule, before: GraphModule, name: str) -> None
             _fail(name, f"a result was {_kinds(tree_leaves(right.meta.get('val')))} before", left)
 
 
-def _memory(node: Node) -> Node:
-    """The node whose memory a value lies in."""
-    while is_view(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
 def _check_aliases(after: GraphModule, before: GraphModule, name: str) -> None:
     new, old = results_of(after), results_of(before)
     for i, value in enumerate(old):
-        if _memory(new[i]).op == "placeholder" and _memory(value).op != "placeholder":
+        if memory_of(new[i]).op == "placeholder" and memory_of(value).op != "placeholder":
             _fail(name, f"result {i} now shares memory with an input", new[i])
     for i, j in combinations(range(len(old)), 2):
-        if _memory(new[i]) is _memory(new[j]) and _memory(old[i]) is not _memory(old[j]):
+        if memory_of(new[i]) is memory_of(new[j]) and memory_of(old[i]) is not memory_of(old[j]):
             _fail(name, f"results {i} and {j} now share memory", new[i])
 
 

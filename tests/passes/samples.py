@@ -272,6 +272,8 @@ def views() -> Iterator[Sample]:
     for dim, sizes in ((1, [2, 3]), (-1, [3, -1]), (0, [N, 1]), (2, [N])):
         yield sample(aten.unflatten.int, real(N, N, N), dim, sizes)
         yield sample(aten.unflatten.int, strided(N, N, N), dim, sizes)
+    yield sample(aten.view_as.default, real(2, N, N * 4), real(2, N, N, 4))
+    yield sample(aten.view_as.default, real(2, N, N), real(2 * N, N))
     yield sample(aten.unflatten.int, real(2, N, N), -1, [2, 3], dynamic=[(0, 1)])
     rows = Size(0, 1)
     for op in (aten.view.default, aten.reshape.default):
@@ -357,6 +359,7 @@ def joints() -> Iterator[Sample]:
     cat = aten.cat.default
     for dim in (0, 1, -1, -2):
         yield sample(aten.concat.default, [real(N, N, N), strided(N, N, N)], dim)
+        yield sample(aten.concatenate.default, [strided(N, N, N), real(N, N, N)], dim)
         yield sample(cat, [real(N, N, N), strided(N, N, N)], dim)
         yield sample(aten.stack.default, [real(N, N, N), strided(N, N, N)], dim)
     yield sample(aten.stack.default, [real(2, N), real(2, N), real(2, N)])

@@ -62,6 +62,7 @@ KNOWN_GAPS: dict[Any, tuple[str, set[Role]]] = {
     ),
     aten.cat.default: (_JOINT, {(-3, "blocks"), (-2, ""), (-2, "blocks"), (-1, "blocks")}),
     aten.concat.default: (_JOINT, {(-3, "blocks"), (-2, "blocks"), (-1, "blocks")}),
+    aten.concatenate.default: (_JOINT, {(-3, "blocks"), (-2, "blocks"), (-1, "blocks")}),
     aten.slice_scatter.default: (_WRITTEN, _EVERY),
     aten.select_scatter.default: (_WRITTEN, _EVERY),
     aten.scatter.src: (_WRITTEN, _EVERY),
