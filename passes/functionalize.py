@@ -36,6 +36,12 @@ FRESH = (  # composite ops whose result is always memory of its own
     aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.floor_divide.default,
     aten.zeros_like.default, aten.embedding.default, aten.sort.default, aten.pad.default, aten.outer.default,
 )  # fmt: skip
+FACTORIES: dict[Any, Any] = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+}
 RESHAPES = (aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.flatten.using_ints)
 CASTS = (
     aten.to.dtype,
@@ -67,6 +73,7 @@ def functionalize(module: GraphModule) -> GraphModule:
                 last.meta["val"] = source.meta["val"]
     _drop_no_ops(module)
     _read_past_writes(graph)
+    _free_constants(graph)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or has_effect(node))
     module.recompile()
     return module
@@ -331,6 +338,15 @@ def _drop_no_ops(module: GraphModule) -> None:
         if returns_operand(node):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+
+
+def _free_constants(graph: Graph) -> None:
+    """`x.new_ones(size)` reads nothing of x but its type and device."""
+    for node in graph.nodes:
+        if node.target in FACTORIES:
+            value = node.meta["val"]
+            node.target, node.args = FACTORIES[node.target], node.args[1:]
+            node.kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
 
 
 def _read_past_writes(graph: Graph) -> None:

@@ -82,7 +82,7 @@ def _check_read_by_other_rows(graph: Graph, layer: Layer, state: Node, read: Dem
     demands = [read.on(form) for form in forms]
     alone = all(demand is NOTHING or (isinstance(demand, Rows) and demand.last == 1) for demand in demands)
     others = [form for other in layer.states if other is not state for form in _forms(other, layer)]
-    inner = state not in others and any(state in _made_of(other, layer.input) for other in others)
+    inner = state not in others and any(_is_part_of(graph, state, other, layer) for other in others)
     if alone or inner:
         raise CannotFill(
             f"layer {layer.index} has an output that no later row reads: a query, a normed input, logits or hidden "
@@ -114,6 +114,14 @@ def _forms(state: Node, layer: Layer) -> Iterator[Node]:
 
 def _hint(size: IntLike) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _is_part_of(graph: Graph, state: Node, other: Node, layer: Layer) -> bool:
+    """Whether a row of one state is made of a row of another: then that one is but a step on the way."""
+    if state not in _made_of(other, layer.input):
+        return False
+    demands = (analyse(graph, [(other, Rows(dim, 1))], stop=layer.input).on(state) for dim in range(len(shape(other))))
+    return any(isinstance(demand, Rows) and demand.last == 1 for demand in demands)
 
 
 def _made_of(value: Node, source: Node) -> set[Node]:
