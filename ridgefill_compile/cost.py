@@ -31,13 +31,14 @@ def multiply_adds(graph: Graph) -> sympy.Expr:
     """Multiply-adds of one run of a graph with fake values."""
     total = sympy.Integer(0)
     for node in graph.nodes:
-        counter = _counter(node)
+        counter = counter_of(node)
         if counter is not None:
             total += counter(node)
     return sympy.expand(total)
 
 
-def _counter(node: Node) -> Callable[[Node], sympy.Expr] | None:
+def counter_of(node: Node) -> Callable[[Node], sympy.Expr] | None:
+    """What counts a node's multiply-adds; None for a node that is not counted."""
     if node.op != "call_function":
         return None
     if isinstance(node.target, Region):

@@ -130,7 +130,7 @@ class _Cost:
         assert located is not None and captured is not None
         exact, filled = multiply_adds(captured.graph), multiply_adds(variants.narrowed["eliminated"].graph)
         form = closed_form(routed, located, variants.split, variants.tail, variants.kept)
-        if form is None or not (exact.is_Integer and filled.is_Integer):
+        if form is None or not (exact.is_Rational and filled.is_Rational):
             return None
         demands = analyse(routed.graph)
         wide = [node for node, cost in form.items() if demands.on(node) is EVERYTHING and cost.allowed < cost.whole]

@@ -20,7 +20,7 @@ from fractions import Fraction
 import torch
 from torch.fx import GraphModule, Node
 
-from ridgefill_compile.cost import _counter
+from ridgefill_compile.cost import counter_of
 from ridgefill_compile.passes.calls import arguments, aten, shape
 from ridgefill_compile.passes.locate import Located
 
@@ -88,7 +88,7 @@ class LateLayers:
 class NodeCost:
     """Multiply-adds of one node on every row, and what it may cost when rows are eliminated."""
 
-    whole: int
+    whole: Fraction
     allowed: Fraction
 
 
@@ -106,16 +106,17 @@ def closed_form(routed: GraphModule, located: Located, split: int, tail: int, ke
     last = located.layers[-1].index
     found: dict[Node, NodeCost] = {}
     for node in routed.graph.nodes:
-        counter = _counter(node)
+        counter = counter_of(node)
         if counter is None:
             continue
-        whole = counter(node)
-        if not whole.is_Integer or not isinstance(located.rows, int):
+        count = counter(node)
+        if not count.is_Rational or not isinstance(located.rows, int):
             return None
+        whole = Fraction(int(count.p), int(count.q))
         layer, share = layers.of[node], Fraction(1)
         if layer != EARLY and node not in layers.needed:
             share = _share(node, located.rows, min(kept, tail) if layer == last else tail)
-        found[node] = NodeCost(int(whole), int(whole) * share)
+        found[node] = NodeCost(whole, whole * share)
     return found
 
 

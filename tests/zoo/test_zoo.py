@@ -22,7 +22,6 @@ FILLED: dict[str, str] = {
     "gemma3": "a wrapper, two rotary bases",
     "olmo2": "norms after the branches",
     "cohere2": "parallel, sliding",
-    "llama4_text": "chunked attention",
     "minicpm3": "latent attention, dense",
     "mixtral": "experts",
     "qwen3_moe": "experts, norms per head",
@@ -31,14 +30,16 @@ FILLED: dict[str, str] = {
     "bert": "an encoder as a decoder",
     "bart": "the decoder of a pair",
     "whisper": "the decoder of a speech model",
-}
-SOUND: dict[str, str] = {
     "mamba2": "recurrent",
     "qwen3_next": "recurrent layers and experts",
     "falcon_h1": "attention and recurrence side by side",
     "lfm2": "convolutions",
     "gemma3n_text": "several residual streams",
+}
+SOUND: dict[str, str] = {
+    "llama4_text": "chunked attention, experts that see every row",
     "openai-gpt": "no cache",
+    "xlnet": "rows before batch",
 }
 
 
