@@ -21,12 +21,12 @@ from ridgefill_compile.capture import capture
 from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_sizes
 from ridgefill_compile.errors import CannotFill, OptionError, RidgefillError, describe_node
 from ridgefill_compile.fill import blocked_nodes
-from ridgefill_compile.passes.calls import aten
+from ridgefill_compile.passes.calls import aten, shape
 from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import fake_mode_of
 from ridgefill_compile.passes.locate import Layer, Located, locate
-from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
+from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows, counts_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
@@ -188,9 +188,9 @@ def _layer_facts(module: GraphModule, located: Located, layer: Layer, split: int
     try:
         one = Located(located.tokens, located.row_dim, (layer,), located.trunk, located.result, located.others)
         check_late_states(module.graph, one, 0)
-        kind = _kind(layer)
+        kind = _kind(module, located, layer)
     except CannotFill:
-        kind = "mixes rows (recurrent or unknown)"
+        kind = "unknown"
     return LayerFacts(
         index=layer.index,
         module=module_of(layer.states[0]),
@@ -202,10 +202,25 @@ def _layer_facts(module: GraphModule, located: Located, layer: Layer, split: int
     )
 
 
-def _kind(layer: Layer) -> str:
-    """Attention, by what reads the states, or plainly that each row writes its own."""
+def _kind(module: GraphModule, located: Located, layer: Layer) -> str:
+    """What a layer's states are for: attention, by what reads them; a recurrence or a convolution, by what they hold."""
+    kinds = []
+    for state in layer.states:
+        if any(counts_rows(size, located.rows) for size in shape(state)):
+            kinds.append(_kind_of_rows(state))
+        else:
+            read = analyse(module.graph, [(state, EVERYTHING)], stop=layer.input).on(layer.input)
+            kinds.append("convolution" if isinstance(read, Rows) else "recurrence")
+    if "recurrence" in kinds:  # its convolution is part of it
+        kinds = [kind for kind in kinds if kind != "convolution"]
+    found = sorted(set(kinds) - {"row by row"})
+    return " and ".join(found) or "row by row"
+
+
+def _kind_of_rows(state: Node) -> str:
+    """Attention, by what reads a state, or plainly that each row writes its own."""
     seen: set[Node] = set()
-    ahead = list(layer.states)
+    ahead = [state]
     while ahead:
         node = ahead.pop()
         if node.target is aten.scaled_dot_product_attention.default:

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from ridgefill_compile.errors import OptionError, RidgefillError
 from ridgefill_compile.inspection import Inspection, ValueFacts, inspect_model
 from ridgefill_compile.report import report
-from tests.decoders import FILLED, REFUSED, token_ids
+from tests.decoders import FILLED, RECURRENT, REFUSED, token_ids
 from tests.toys import compiled, pretrained, random_maps
 
 ROWS, TAIL, SPLIT = 60, 16, 1
@@ -106,11 +106,21 @@ def test_other_anatomies(name: str, kind: str) -> None:
     assert {value.rows for value in found.values} == {"all", f"last {TAIL}", "last 1"}
 
 
+def test_kinds_of_recurrent_layers() -> None:
+    kinds = {
+        "mamba": ["recurrence"] * 4,
+        "falcon_h1": ["attention and recurrence"] * 4,
+        "qwen3_5_text": ["recurrence", "attention"] * 2,
+    }
+    for name, expected in kinds.items():
+        found = inspect_model(RECURRENT[name].build(), rows=ROWS, tail=TAIL, split=1)
+        assert [layer.kind for layer in found.layers] == expected
+        assert found.reason == ""
+
+
 def test_a_model_that_would_not_be_filled_says_why() -> None:
-    found = inspect_model(REFUSED["mamba"].build(num_hidden_layers=1), rows=20, tail=8)
-    assert "not written row by row" in found.reason
-    assert found.node is not None
-    assert {layer.kind for layer in found.layers} == {"mixes rows (recurrent or unknown)"}
+    found = inspect_model(REFUSED["openai-gpt"].build(num_hidden_layers=1), rows=20, tail=8)
+    assert "no layers were found" in found.reason
     assert found.values == []
     assert found.multiply_adds_filled is None
 
