@@ -203,7 +203,7 @@ def _layer_facts(module: GraphModule, located: Located, layer: Layer, split: int
 
 
 def _kind(module: GraphModule, located: Located, layer: Layer) -> str:
-    """What a layer's states are for: attention, by what reads them; a recurrence or a convolution, by what they hold."""
+    """What a layer's states are for: attention by what reads them, a recurrence or convolution by what they hold."""
     kinds = []
     for state in layer.states:
         if any(counts_rows(size, located.rows) for size in shape(state)):
