@@ -41,7 +41,8 @@ class MLP(nn.Module):
         rows = x.reshape(-1, x.shape[-1]) if self.config.flat else x
         inner = self.up(rows)
         inner = functional.silu(self.gate(rows)) * inner if self.config.gated else functional.gelu(inner)
-        return self.down(inner).view(x.shape)
+        result: Tensor = self.down(inner)
+        return result.view(x.shape)
 
 
 class Experts(nn.Module):
@@ -84,7 +85,7 @@ class Experts(nn.Module):
         ends = torch.histc(keys.float(), experts, 0, experts - 1).cumsum(0, dtype=torch.int32)
         selected = rows[order // self.per_row]
         inner = self.activated(lambda matrices: product(selected, matrices, ends))
-        results = product(inner, self.down, ends) * shares.reshape(-1)[order].unsqueeze(-1)
+        results: Tensor = product(inner, self.down, ends) * shares.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.size(0), device=order.device)
         return results[back].view(-1, self.per_row, rows.shape[-1]).sum(1)
@@ -109,7 +110,8 @@ class Connection(nn.Module):
         output = branch(self.read(x))
         if self.streams == 1:
             return x + output
-        return self.mixing @ x + self.writing[:, None] * output.unsqueeze(2)
+        mixed: Tensor = self.mixing @ x
+        return mixed + self.writing[:, None] * output.unsqueeze(2)
 
 
 class Layer(nn.Module):
@@ -157,6 +159,7 @@ class Layer(nn.Module):
         states: list[States] = []
 
         def attention(y: Tensor) -> Tensor:
+            mixed: Tensor
             mixed, kept = self.attention(y, sight, past, lent)
             states.append(kept)
             return mixed
@@ -186,7 +189,8 @@ class Layer(nn.Module):
         return x, states[0]
 
     def _side_by_side(self, y: Tensor, attention: Branch) -> Tensor:
-        return attention(y) + self.mlp(y)
+        result: Tensor = attention(y) + self.mlp(y)
+        return result
 
     def _aside(self, y: Tensor, sight: Sight) -> Tensor:
         assert sight.aside is not None

@@ -47,7 +47,7 @@ class Difference:
         op: the call's target.
         layer: qualified name of the submodule it belongs to, where known.
         shape, shape_before: of its value, after and before.
-        rows: what is demanded of it.
+        demanded: rows of it that somebody reads, in words.
         gap: the largest difference on these rows, relative to the value's largest entry; infinite for other shapes.
     """
 
@@ -57,7 +57,7 @@ class Difference:
     layer: str
     shape: tuple[int, ...]
     shape_before: tuple[int, ...]
-    rows: Demand
+    demanded: str
     gap: float
 
     def __str__(self) -> str:
@@ -65,8 +65,7 @@ class Difference:
         place = f" in {self.layer}" if self.layer else ""
         shapes = f"{list(self.shape)}, before {list(self.shape_before)}"
         gap = "another shape or type" if self.gap == float("inf") else f"off by {self.gap:.2g}"
-        wanted = "all rows" if self.rows is EVERYTHING else str(self.rows)
-        return f"node {name} = {self.op}{place} -> {shapes}; demanded: {wanted}; {gap}"
+        return f"node {name} = {self.op}{place} -> {shapes}; demanded: {self.demanded}; {gap}"
 
 
 def first_difference(
@@ -131,7 +130,7 @@ class _Compared:
             str(stack[-1][0]) if stack else "",
             tuple(getattr(self.right, "shape", ())),
             tuple(getattr(self.left, "shape", ())),
-            self.demand,
+            "all rows" if self.demand is EVERYTHING else str(self.demand),
             self.gap,
         )
 
@@ -169,7 +168,7 @@ class _Ancestry:
 
     def __init__(self, before: GraphModule, demands: Demands) -> None:
         self.before, self.demands = before, demands
-        self.by_name = {node.name: node for node in before.graph.nodes}
+        self.by_name: dict[str, Node] = {node.name: node for node in before.graph.nodes}
         self.may_be: dict[Node, set[Node]] = {}
 
     def of(self, after: GraphModule) -> dict[Node, Node]:
@@ -206,7 +205,7 @@ class _Ancestry:
         ]
         if sure:
             best = max(score for score, _ in sure)
-            return min(other for score, other in sure if score == best)
+            return next(other for other in self.by_name.values() if (best, other) in sure)
         namesake = self.by_name.get(node.name)
         if namesake is not None and namesake.target == node.target and self._agree(node, namesake) is not None:
             return namesake

@@ -88,7 +88,7 @@ def _ways(route: str) -> dict[str, tuple[str, bool]]:
 
 def _call_of(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> dict[str, Any]:
     parameters = list(inspect.signature(model.forward).parameters)
-    call = {parameters[0]: inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    call: dict[str, Any] = {parameters[0]: inputs} if isinstance(inputs, Tensor) else dict(inputs)
     for name, value in (("use_cache", True), ("logits_to_keep", 1)):
         if name in parameters:
             call.setdefault(name, value)
@@ -157,26 +157,32 @@ def assert_same_on_demanded_rows(
     rewrite = None if isinstance(after, GraphModule) else after
     rewritten = after if isinstance(after, GraphModule) else _rewritten(before, after)
     given = list(inputs) if inputs is not None else random_inputs(before, seed)
-    left, right = _run(before, given), _run(rewritten, given)
-    rows = [(demanded or {}).get(index, EVERYTHING) for index in range(len(left))]
-    left = [demanded_rows(value, wanted) for value, wanted in zip(left, rows, strict=True)]
-    right = [demanded_rows(value, wanted) for value, wanted in zip(right, rows, strict=False)]
-    gap = worst(left, right)
-    if gap < tolerance:
-        return
+    rows = [(demanded or {}).get(index, EVERYTHING) for index in range(len(results_of(before)) + len(given))]
+    found: Difference | None = None
+    left = [demanded_rows(value, wanted) for value, wanted in zip(_run(before, given), rows, strict=False)]
+    try:
+        right = [demanded_rows(value, wanted) for value, wanted in zip(_run(rewritten, given), rows, strict=False)]
+    except Exception as error:  # whatever a broken graph may raise
+        what = f"the rewritten graph does not run: {str(error).splitlines()[0]}"
+    else:
+        gap = worst(left, right)
+        if gap < tolerance:
+            return
+        what = f"the graphs differ (by {gap:.2g})"
+        found = first_difference(before, rewritten, given, demanded=demanded, tolerance=tolerance)
     shown = source.settings({"tolerance": tolerance, "seed": seed}, {"tolerance": CLOSE, "seed": 0})
+    shown = (", inputs" if inputs is not None else "") + _rows_shown(demanded) + shown
     lines = source.kept(before) or ["before, inputs = ...  # the graph as you traced it, and its inputs"]
-    lines = [*lines, *([source.of_function(rewrite, "rewrite")] if rewrite else ["rewrite = ...  # what made `after`"])]
+    lines = [*lines, source.of_function(rewrite, "rewrite") if rewrite else "rewrite = ...  # what made `after`"]
     lines += ["from ridgefill_compile.passes.rows import Rows"] if demanded else []
-    rows_shown = ", ".join(f"{i}: Rows({r.dim}, {r.last}, {number(r.blocks)})" for i, r in (demanded or {}).items())
-    shown += f", demanded={{{rows_shown}}}" if demanded else ""
-    shown = (", inputs" if inputs is not None else "") + shown
-    code = source.program(
-        ["assert_same_on_demanded_rows", *(["traced_call"] if source.kept(before) else [])],
-        [*lines, f"assert_same_on_demanded_rows(before, rewrite{shown})"],
-    )
-    found = first_difference(before, rewritten, given, demanded=demanded, tolerance=tolerance)
-    raise Mismatch(f"the graphs differ (by {gap:.2g})", code, found)
+    lines += [f"assert_same_on_demanded_rows(before, rewrite{shown})"]
+    names = ["assert_same_on_demanded_rows", *(["traced_call"] if source.kept(before) else [])]
+    raise Mismatch(what, source.program(names, lines), found)
+
+
+def _rows_shown(demanded: Mapping[int, Rows] | None) -> str:
+    shown = [f"{i}: Rows({r.dim}, {r.last}, {number(r.blocks)})" for i, r in (demanded or {}).items()]
+    return f", demanded={{{', '.join(shown)}}}" if shown else ""
 
 
 def _rewritten(before: GraphModule, rewrite: Rewrite) -> GraphModule:

@@ -110,7 +110,8 @@ def take(value: torch.Tensor, rows: Rows) -> torch.Tensor:
         raise Wrong(f"{rows} of a value of shape {list(value.shape)}")
     if blocks == 1:
         return value.narrow(rows.dim, length - rows.last, rows.last)
-    apart = value.unflatten(rows.dim, (blocks, length)).narrow(rows.dim + 1, length - rows.last, rows.last)
+    apart: torch.Tensor = value.unflatten(rows.dim, (blocks, length))
+    apart = apart.narrow(rows.dim + 1, length - rows.last, rows.last)
     return apart.flatten(rows.dim, rows.dim + 1)
 
 
@@ -216,6 +217,7 @@ class Square:
         node = self.results[result]
         size = tuple(self.real[node].shape)
         expected = take(self.real[node], rows)
+        assert self.mode.shape_env is not None
         guards = len(self.mode.shape_env.guards)
         try:
             for whole in (False, True):
