@@ -14,6 +14,7 @@ import torch
 _NO_HURRY: dict = {
     "deadline": None,
     "print_blob": True,
+    "phases": set(hypothesis.Phase) - {hypothesis.Phase.explain},  # it runs hundreds of examples more
     "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 }
 hypothesis.settings.register_profile("fast", max_examples=20, **_NO_HURRY)
