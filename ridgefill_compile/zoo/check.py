@@ -246,13 +246,26 @@ def _run(caller: Caller, variants: _Traced, prepare: Prepare, verdict: Verdict) 
     except Exception as error:  # whose fault it is shows without us
         return f"{'failed' if _compiles(caller, prepare) else 'skipped'}: compiled, it raises {_first_line(error)}"
     if not verdict.graphs and variants.graphs_of_first_call > 1:
-        again = _Traced(split=variants.split, tail=variants.tail)
-        outputs = _compiled(caller, again, prepare, FEWER_BREAKS)
-        if again.graphs_of_first_call < variants.graphs_of_first_call:
-            vars(variants).update(vars(again))
-            found = outputs
-            verdict.notes.append(f"traced with {', '.join(f'torch._dynamo.config.{flag}' for flag in FEWER_BREAKS)}")
+        found = _with_fewer_breaks(caller, variants, prepare, verdict) or found
     return _judged(caller, variants, prepare, worst(expected, found), len(calls))
+
+
+def _with_fewer_breaks(
+    caller: Caller, variants: _Traced, prepare: Prepare, verdict: Verdict
+) -> list[torch.Tensor] | None:
+    """Logits of the model traced with `FEWER_BREAKS`, if it breaks less so; what was seen goes into `variants`."""
+    flags = ", ".join(f"torch._dynamo.config.{flag}" for flag in FEWER_BREAKS)
+    again = _Traced(split=variants.split, tail=variants.tail)
+    try:
+        outputs = _compiled(caller, again, prepare, FEWER_BREAKS)
+    except Exception as error:  # without, it ran
+        verdict.notes.append(f"with {flags} it raises {_first_line(error)}")
+        return None
+    if again.graphs_of_first_call >= variants.graphs_of_first_call:
+        return None
+    vars(variants).update(vars(again))
+    verdict.notes.append(f"traced with {flags}")
+    return outputs
 
 
 def _in_double(caller: Caller, prepare: Prepare, verdict: Verdict, outcome: str, variants: _Traced) -> str:

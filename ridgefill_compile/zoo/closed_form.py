@@ -13,7 +13,7 @@ work on the prompt's rows keeps its whole cost, so the form is what elimination 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -52,7 +52,7 @@ class LateLayers:
         for layer in located.layers[split:]:
             states = [self._node(state) for state in layer.states]
             self._need(layer.index, list(states))
-            self._unfold(layer.index, set(states))
+            self._unfold(layer.index, {value for state in states for value in self._uncut(state)})
 
     def _node(self, node: Node) -> Node:
         """A node of the captured graph, as the routed graph names it."""
@@ -74,6 +74,16 @@ class LateLayers:
                 continue
             self.needed.add(node)
             ahead.extend(node.all_input_nodes)
+
+    def _uncut(self, state: Node) -> Iterator[Node]:
+        """A state write, and the rows it was cut from: a sliding layer keeps the last ones, and reads all."""
+        yield state
+        while state.target is aten.slice.Tensor:
+            given = arguments(state)
+            state = given["self"]
+            if shape(state)[given["dim"]] != self.located.rows:
+                break
+            yield state
 
     def _unfold(self, layer: int, from_states: set[Node]) -> None:
         """Values of a layer that depend on its input through state writes alone."""
