@@ -303,12 +303,18 @@ def getitem(node: Node, rows: Rows) -> Call | None:
 
 
 def repeat(node: Node, rows: Rows) -> Call | None:
-    """Dimensions repeated once pass."""
+    """Dimensions repeated once pass; of one repeated r times, rows in r times as many blocks are those of each copy."""
     given = arguments(node)
-    new = len(given["repeats"]) - len(shape(given["self"]))
-    if given["repeats"][rows.dim] != 1 or rows.dim < new:
+    operand, times = given["self"], given["repeats"][rows.dim]
+    dim = rows.dim - (len(given["repeats"]) - len(shape(operand)))
+    if dim < 0 or not isinstance(times, int):
         return None
-    return first_operand(node, rows.at(rows.dim - new))
+    if times == 1:
+        return first_operand(node, rows.at(dim))
+    blocks = rows.blocks // times if times > 0 else 0
+    if times < 1 or not same(blocks * times, rows.blocks):
+        return None
+    return first_operand(node, Rows(dim, rows.last, blocks))
 
 
 def pad(node: Node, rows: Rows) -> Call | None:

@@ -97,7 +97,17 @@ class _Router:
         self._split_prefix: Node | None = None
 
     def replace(self, layer: int, value: Node) -> None:
-        """Let every reader of a late layer's input read its prediction on prefix rows."""
+        """Let every reader of a late layer's input read its prediction on prefix rows.
+
+        Raises:
+            CannotFill: the input is laid out in another way than the split state.
+        """
+        if len(shape(value)) != len(shape(self.split_state)):
+            raise CannotFill(
+                f"the input of layer {layer} is {list(shape(value))}, the split state {list(shape(self.split_state))}",
+                value,
+                "choose another split",
+            )
         readers = list(value.users)
         after = max(value, self.split_state)
         with self.emit.graph.inserting_before(after.next):

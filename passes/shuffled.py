@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ridgefill_compile.passes import layout_rules as layout
 from ridgefill_compile.passes.arithmetic_rules import linear, matmul, normalisation, pointwise, reduction
-from ridgefill_compile.passes.calls import Call, aten, first_operand, needs, shape
+from ridgefill_compile.passes.calls import Call, arguments, aten, first_operand, needs, shape
 from ridgefill_compile.passes.rows import IntLike, Rows, same
 from ridgefill_compile.passes.rules import rule_for
 
@@ -190,7 +190,8 @@ class Prover:
         while ends.target is not aten.histc.default:
             sums += ends.target is aten.cumsum.default
             ends = arguments_of(ends)[0]
-        bins, low, high = arguments_of(ends)[1:4]
+        given = arguments(ends)
+        bins, low, high = given["bins"], given["min"], given["max"]
         return sums == 1 and same(shape(weights)[0], bins) and bool(low == 0) and bool(high == bins - 1)
 
     def _entrywise(self, node: Node) -> Mark | None:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.errors import RidgefillError, describe_node
 from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
 from ridgefill_compile.passes.functionalize import memory_of
-from ridgefill_compile.passes.rows import same
+from ridgefill_compile.passes.rows import IntLike, same
 
 
 class BrokenPass(RidgefillError):
@@ -76,7 +77,12 @@ def _agree(left: Any, right: Any) -> bool:
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return isinstance(left, torch.Tensor) == isinstance(right, torch.Tensor)
     alike = left.dtype == right.dtype and left.device == right.device and left.dim() == right.dim()
-    return alike and all(map(same, left.shape, right.shape))
+    return alike and all(map(_same_or_counted, left.shape, right.shape))
+
+
+def _same_or_counted(left: IntLike, right: IntLike) -> bool:
+    """Whether two sizes agree. How many entries data choose is a new symbol at every run."""
+    return same(left, right) or bool(free_unbacked_symbols(left) and free_unbacked_symbols(right))
 
 
 def _kinds(values: list[Any]) -> str:

@@ -274,6 +274,7 @@ def views() -> Iterator[Sample]:
         yield sample(aten.unflatten.int, strided(N, N, N), dim, sizes)
     yield sample(aten.view_as.default, real(2, N, N * 4), real(2, N, N, 4))
     yield sample(aten.view_as.default, real(2, N, N), real(2 * N, N))
+    yield sample(aten.reshape_as.default, strided(2, N, N), real(2 * N, N))
     yield sample(aten.unflatten.int, real(2, N, N), -1, [2, 3], dynamic=[(0, 1)])
     rows = Size(0, 1)
     for op in (aten.view.default, aten.reshape.default):
