@@ -80,6 +80,8 @@ def along(name: str = "dim") -> Rule:
 
     def rule(node: Node, rows: Rows) -> Call | None:
         dims = arguments(node)[name]
+        if dims is None or dims == []:
+            return None  # along all of them at once
         rank = len(shape(node.args[0]))  # type: ignore[arg-type]
         if rows.dim in {positive(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)}:
             return None

@@ -58,7 +58,7 @@ def same_rows_in(rows: Rows, result: Sequence[IntLike], source: Sequence[IntLike
         if not same(before * blocks, outer):
             continue
         last = scaled(rows.last, source[dim], blocks * length)
-        if last is not None:
+        if last is not None and same(source[dim] // blocks * blocks, source[dim]):
             return Rows(dim, last, blocks)
     return None
 

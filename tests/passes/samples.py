@@ -139,6 +139,7 @@ def along() -> Iterator[Sample]:
         yield sample(aten.glu.default, strided(N, N, N), dim)
     yield sample(aten.topk.default, real(2, N, N), N)
     yield sample(aten.glu.default, real(2, N, N))
+    yield sample(aten.roll.default, real(2, N, N), [1])
     for dims in ([1], [-1], [0, 1], [-2, -1]):
         yield sample(aten.flip.default, real(2, N, N), dims)
         yield sample(aten.roll.default, real(2, N, N), [1] * len(dims), dims)
@@ -258,6 +259,9 @@ def views() -> Iterator[Sample]:
         ((2, 2, 2, 3), [4, 2, 3]),
         ((4, 2, 3), [2, 2, 2, 3]),
         ((2, 6), [2, 2, 3]),
+        ((1, 3, 2), [2, 3]),
+        ((3, 2), [2, 3]),
+        ((1, 9, 4), [6, 6]),
         ((2, 2, 3), [2, 6]),
         ((N,), [N]),
     ]

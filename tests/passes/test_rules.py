@@ -76,7 +76,7 @@ KNOWN_GAPS: dict[Any, tuple[str, set[Role]]] = {
     aten.chunk.default: (_AHEAD, {(-3, ""), (-2, ""), (-1, "")}),
     aten.repeat.default: (
         "what is repeated along its rows ends with its last ones",
-        {(-3, ""), (-3, "blocks"), (-2, ""), (-2, "blocks"), (-1, "")},
+        {(-3, ""), (-2, ""), (-1, "")},
     ),
     aten.constant_pad_nd.default: (_FRONT, {(-2, "")}),
     aten.conv1d.default: ("channels; rows in blocks", {(-2, ""), (-2, "blocks"), (-1, "blocks")}),
