@@ -25,14 +25,12 @@ from rich.console import Console
 
 from ridgefill_compile.evaluate.machine import machine, versions
 from ridgefill_compile.evaluate.progress import progress
+from ridgefill_compile.evaluate.shapes import SHAPES, random_model
 from ridgefill_compile.evaluate.speed import calls_of, compiled, first_token, measure_speed
 from ridgefill_compile.evaluate.texts import long_prompt, split_texts
 from ridgefill_compile.evaluate.trained import load_model
 from ridgefill_compile.maps import RidgeMaps, SplitMaps
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shapes import SHAPES, random_model
 
 ARMS = ("exact", "filled")
 STATUS = Path("/proc/self/status")
@@ -45,7 +43,7 @@ def prefill(
     runs: Annotated[int, typer.Option(help="Timed runs of each model.")] = 5,
     dynamic: Annotated[bool, typer.Option(help="Time graphs that serve every length, not one.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the weights and the cache.")] = "float32",
-    model: Annotated[str, typer.Option(help="Folder or name; 'demo', or a shape of shapes.py.")] = "demo",
+    model: Annotated[str, typer.Option(help="Folder or name; 'demo', or a shape of random weights.")] = "demo",
     maps: Annotated[Path | None, typer.Option(help="Folder of maps. Default: made up.")] = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too, each model in its own process.")] = True,
     only: Annotated[

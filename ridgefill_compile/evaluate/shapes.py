@@ -47,7 +47,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 def random_model(shape: str, vocabulary: int, dtype: str = "float32") -> PreTrainedModel:
     """A model of one of `SHAPES`, in eval mode on the CPU."""
     kind, settings = SHAPES[shape]
-    config = CONFIG_MAPPING[kind](vocab_size=vocabulary, pad_token_id=None, eos_token_id=None, **settings)
+    every: dict[str, Any] = {"vocab_size": vocabulary, "pad_token_id": None, "eos_token_id": None, **settings}
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    return model.eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[kind](**every), dtype=getattr(torch, dtype)
+    )
+    model.eval()
+    return model
