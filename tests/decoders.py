@@ -308,24 +308,24 @@ RECURRENT: dict[str, Architecture] = {
 }
 
 REFUSED: dict[str, Architecture] = {
+    "openai-gpt": Architecture("openai-gpt", {}, "no cache"),
+}
+
+EITHER: dict[str, Architecture] = {
     "gemma3n_text": Architecture(
         "gemma3n_text",
         {
             **_HEADS,
             **_ALTERNATING,
-            "num_kv_shared_layers": 2,
+            "num_kv_shared_layers": 1,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCABULARY,
             "laurel_rank": 8,
             "altup_num_inputs": 2,
             "activation_sparsity_pattern": None,
         },
-        "several residual streams, layers that share keys and values",
+        "several residual streams, a layer that shares keys and values",
     ),
-    "openai-gpt": Architecture("openai-gpt", {}, "no cache"),
-}
-
-EITHER: dict[str, Architecture] = {
     "minicpm3": Architecture("minicpm3", {**_LATENT, "dim_model_base": 32}, "latent attention, dense"),
     "youtu": Architecture("youtu", _LATENT, "latent attention, dense"),
     "diffllama": Architecture("diffllama", _GROUPED, "difference of two attentions"),

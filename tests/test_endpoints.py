@@ -31,12 +31,15 @@ def padded(rows: int) -> dict[str, Any]:
 
 def check(variants: Variants, prompts: int) -> None:
     """Every prompt was filled, and each way agrees with the one it must equal."""
+    assert variants.located is not None
+    predicted = len(variants.located.layers) > variants.split + 1  # layers that share states are none of their own
     assert not variants.refusals, variants.refusals
     assert len(variants.results) == prompts
     for results in variants.results:
         assert worst(results["exact"], results["oracle"]) < TOLERANCE
         assert worst(results["routed"], results["eliminated"]) < TOLERANCE
-        assert worst(results["exact"], results["eliminated"]) > 100 * TOLERANCE, "the fill changed nothing"
+        if predicted:
+            assert worst(results["exact"], results["eliminated"]) > 100 * TOLERANCE, "the fill changed nothing"
 
 
 @pytest.mark.parametrize("name", [*FILLED, *RECURRENT])
