@@ -601,6 +601,6 @@ class TestRefused:
 
     def test_checkpoint_path_that_is_a_file(self, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(OSError):
+        with pytest.raises(OptionError, match="checkpoint"):
             run(checkpoint=tmp_path / "file")
         assert Path(tmp_path / "file").read_text() == ""

@@ -21,7 +21,7 @@ FINE: dict[str, Any] = {"route": "identity", "split": 1}
         ({"min_fil": 16}, r"unknown option 'min_fil'; did you mean 'min_fill'\?"),
         ({"quantisation": True}, r"unknown option 'quantisation'; known: check_weights, dump, .*, verify"),
         ({3: True}, "unknown option 3"),
-        ({"route": "rigde"}, "'route' must be one of 'exact', 'none', 'identity', 'ridge', 'oracle', not 'rigde'"),
+        ({"route": "rigde"}, "'route' must be one of 'exact', 'lossless', 'none', .*, 'oracle', not 'rigde'"),
         ({"route": ["exact"]}, "option 'route' must be one of"),
         ({"inner": "tvm"}, "option 'inner' must be one of 'inductor', 'eager', 'aot_eager', not 'tvm'"),
         ({"tail": 0}, "option 'tail' must be a whole number of at least 1, not 0"),

@@ -24,6 +24,7 @@ from ridgefill_compile.passes.outputs import check_late_states, check_wanted_row
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.plan import plan
+from ridgefill_compile.recurrences.substitute import substitute_recurrences
 
 
 class RandomMaps:
@@ -136,6 +137,7 @@ class Variants:
     def run(self, model: nn.Module, *calls: Mapping[str, Any]) -> list[Mapping[str, Sequence[Tensor]]]:
         """Call the model, compiled once for all calls, under `no_grad`."""
         torch._dynamo.reset()
+        substitute_recurrences(model)
         compiled = torch.compile(model, backend=self)
         with torch.no_grad():
             for call in calls:
