@@ -103,7 +103,7 @@ PLANTED: list[tuple[dict[str, Any], Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("parts", "op", "rule"), PLANTED, ids=str)
+@pytest.mark.parametrize(("parts", "op", "rule"), PLANTED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_wrong_rule_is_found(parts: Any, op: Any, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DecoderConfig(layers=3, **parts)
     assert_rows_sound(Decoder(config), ROUTING.inputs(config), 0, 3, must_fill=True)
