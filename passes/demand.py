@@ -10,7 +10,7 @@ the value is needed whole.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +43,20 @@ class Demands:
         return self.of.get(node, NOTHING)
 
 
-def analyse(graph: Graph, roots: Iterable[tuple[Node, Demand]] | None = None, stop: Node | None = None) -> Demands:
-    """Demands of `roots`, or of all the graph's outputs and effects, on every node (back to `stop`, if given)."""
+def analyse(
+    graph: Graph,
+    roots: Iterable[tuple[Node, Demand]] | None = None,
+    stop: Node | None = None,
+    barrier: Container[Node] = (),
+) -> Demands:
+    """Demands of `roots`, or of all the graph's outputs and effects, on every node.
+
+    Args:
+        graph: is not changed.
+        roots: nodes, and what is wanted of them.
+        stop: go back no further than this node.
+        barrier: nodes behind which nothing is demanded.
+    """
     demands = Demands()
     wanted = roots if roots is not None else ((node, EVERYTHING) for node in effects(graph))
     for node, demand in wanted:
@@ -53,7 +65,7 @@ def analyse(graph: Graph, roots: Iterable[tuple[Node, Demand]] | None = None, st
         demand = demands.on(node)
         if node is stop:
             break
-        if demand is NOTHING:
+        if demand is NOTHING or node in barrier:
             continue
         for operand, needed in _operands(node, demand, demands):
             demands.of[operand] = join(demands.on(operand), needed)

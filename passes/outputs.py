@@ -7,20 +7,24 @@ and by who else reads it. Changes nothing.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
 
 from ridgefill_compile.errors import CannotFill
-from ridgefill_compile.passes.calls import arguments, aten, first_operand, shape
-from ridgefill_compile.passes.demand import Demands, analyse
+from ridgefill_compile.passes.calls import arguments, aten, shape
+from ridgefill_compile.passes.demand import analyse
+from ridgefill_compile.passes.functionalize import CASTS
 from ridgefill_compile.passes.layout_rules import cat, expand, pad, reshape, select, slice_, squeeze, unsqueeze
 from ridgefill_compile.passes.locate import Layer, Located, same_shape
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, IntLike, Rows, same
 from ridgefill_compile.passes.rules import rule_for
+from ridgefill_compile.recurrences.table import RECURRENCES
 
-LAYOUTS = (first_operand, cat, select, slice_, reshape, unsqueeze, squeeze, expand, pad)
+COPIES = (*CASTS, aten._to_copy.default, aten.clone.default, aten.contiguous.default)
+LAYOUTS = (cat, select, slice_, reshape, unsqueeze, squeeze, expand, pad)
 
 
 def check_late_states(graph: Graph, located: Located, split: int, tail: int = 0) -> None:
@@ -36,21 +40,16 @@ def check_late_states(graph: Graph, located: Located, split: int, tail: int = 0)
         CannotFill: naming the output and the layer.
     """
     for layer in located.layers[split:]:
-        read = _demands_of_next_layer(graph, located, layer)
         for state in layer.states:
             whole = analyse(graph, [(state, EVERYTHING)], stop=layer.input).on(layer.input)
-            if (
-                isinstance(whole, Rows)
-                and whole.dim == located.row_dim
-                and same(whole.blocks, 1)
-                and whole.last <= tail
-            ):
+            if _on_rows(whole, located) and whole.last <= tail:  # type: ignore[union-attr]
                 continue
             found = [_demand_on_input(graph, state, dim, layer.input) for dim in range(len(shape(state)))]
-            if any(isinstance(d, Rows) and d.dim == located.row_dim and same(d.blocks, 1) for d, _ in found):
-                _check_read_by_other_rows(graph, layer, state, read)
+            if any(_on_rows(demand, located) for demand, _ in found):
+                _check_read(graph, located, layer, state)
                 continue
             if len(found) > 1 and not any(counts_rows(size, located.rows) for size in shape(state)):
+                _check_read(graph, located, layer, state)
                 continue
             blocked = [
                 nodes[0] for dim, (_, nodes) in enumerate(found) if nodes and same(shape(state)[dim], located.rows)
@@ -64,26 +63,26 @@ def check_late_states(graph: Graph, located: Located, split: int, tail: int = 0)
     _check_own_layer(graph, located, split)
 
 
-def _demands_of_next_layer(graph: Graph, located: Located, layer: Layer) -> Demands:
-    """What one row of the next layer's input reads of this layer's values."""
-    after = [node for node in located.trunk if node > layer.states[0] and len(shape(node)) > located.row_dim]
-    later = located.layers[layer.index + 1].input if layer.index + 1 < len(located.layers) else None
-    end = later or next((node for node in reversed(after) if same_shape(node, layer.input)), after[-1])
-    return analyse(graph, [(end, Rows(located.row_dim, 1))], stop=layer.input)
+def _on_rows(demand: Demand, located: Located) -> bool:
+    """Whether some of a layer input's rows are demanded, and not all of it, nor some of its columns."""
+    return isinstance(demand, Rows) and demand.dim == located.row_dim and same(demand.blocks, 1)
 
 
-def _check_read_by_other_rows(graph: Graph, layer: Layer, state: Node, read: Demands) -> None:
-    """A row of a state is read by other rows, as a key is and a query is not; and it is not what states are made of.
+def _check_read(graph: Graph, located: Located, layer: Layer, state: Node) -> None:
+    """A state is for other rows: the layer itself lets one row read others of it, as of keys, or a scan ends with it.
+
+    A query is read by its own row. What keys are made of is read by other rows through the keys alone, which are states
+    of their own: so nothing is looked for behind the layer's other states.
 
     Raises:
         CannotFill: naming the output.
     """
-    forms = list(_forms(state, layer))
-    demands = [read.on(form) for form in forms]
-    alone = all(demand is NOTHING or (isinstance(demand, Rows) and demand.last == 1) for demand in demands)
-    others = [form for other in layer.states if other is not state for form in _forms(other, layer)]
-    inner = state not in others and any(_is_part_of(graph, state, other, layer) for other in others)
-    if alone or inner:
+    forms = list(_forms(state, located, layer))
+    if _ends_a_scan(forms[-1]):
+        return
+    others = {form for other in layer.states for form in _forms(other, located, layer)} - set(forms)
+    read = analyse(graph, [(_end(located, layer), Rows(located.row_dim, 1))], stop=layer.input, barrier=others)
+    if all(_is_one(read.on(form)) for form in forms):
         raise CannotFill(
             f"layer {layer.index} has an output that no later row reads: a query, a normed input, logits or hidden "
             "states of a layer, which filled rows do not have",
@@ -92,48 +91,47 @@ def _check_read_by_other_rows(graph: Graph, layer: Layer, state: Node, read: Dem
         )
 
 
-def _forms(state: Node, layer: Layer) -> Iterator[Node]:
+def _is_one(demand: Demand) -> bool:
+    return demand is NOTHING or (isinstance(demand, Rows) and demand.last == 1)
+
+
+def _end(located: Located, layer: Layer) -> Node:
+    """What a layer is for: the next one's input, or the trunk's last value like its own."""
+    if layer.index + 1 < len(located.layers):
+        return located.layers[layer.index + 1].input
+    after = [node for node in located.trunk if node > layer.states[0] and len(shape(node)) > located.row_dim]
+    return next((node for node in reversed(after) if same_shape(node, layer.input)), after[-1])
+
+
+def _forms(state: Node, located: Located, layer: Layer) -> Iterator[Node]:
     """A state and what it is in another layout, or some rows of: what the layer itself may read in its place."""
-    rows = max((shape(layer.input)[dim] for dim in range(len(shape(layer.input)) - 1)), key=_hint)
     while state is not layer.input:
         yield state
         rule = rule_for(state)
         above = arguments(state)["tensors"][-1] if rule is cat else state.args[0] if state.args else None
         if not isinstance(above, Node) or not isinstance(above.meta.get("val"), torch.Tensor):
             break
-        if (
-            rule is slice_
-            and not same(shape(above)[arguments(state)["dim"]], rows)
-            and rule_for(above) not in (pad, cat)
-        ):
-            break  # some channels rather than some rows
-        if not (rule in LAYOUTS or getattr(rule, "__qualname__", "").startswith("permutation.")):
+        is_cut = rule in (slice_, select) and not same_shape(state, above)
+        if is_cut and _cuts_columns(above, arguments(state)["dim"], located.rows):
+            break
+        laid_out = rule in LAYOUTS or getattr(rule, "__qualname__", "").startswith("permutation.")
+        if not laid_out and state.target not in COPIES:
             break
         state = above
 
 
-def _hint(size: IntLike) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
+def _cuts_columns(value: Node, dim: int, rows: IntLike) -> bool:
+    """Whether a cut along a dimension leaves some columns of every row: of a fused projection, the queries, say."""
+    sizes = list(shape(value))
+    return not same(sizes.pop(dim), rows) and any(counts_rows(size, rows) for size in sizes)
 
 
-def _is_part_of(graph: Graph, state: Node, other: Node, layer: Layer) -> bool:
-    """Whether a row of one state is made of a row of another: then that one is but a step on the way."""
-    if state not in _made_of(other, layer.input):
+def _ends_a_scan(value: Node) -> bool:
+    """Whether this is the state that a recurrence leaves."""
+    if value.target is not operator.getitem:
         return False
-    demands = (analyse(graph, [(other, Rows(dim, 1))], stop=layer.input).on(state) for dim in range(len(shape(other))))
-    return any(isinstance(demand, Rows) and demand.last == 1 for demand in demands)
-
-
-def _made_of(value: Node, source: Node) -> set[Node]:
-    """Every value between a source and a value."""
-    found: set[Node] = set()
-    ahead = [value]
-    while ahead:
-        node = ahead.pop()
-        if node not in found and node > source:
-            found.add(node)
-            ahead.extend(node.all_input_nodes)
-    return found - {value}
+    scan, number = value.args
+    return isinstance(scan, Node) and scan.target in RECURRENCES and bool(number != 0)
 
 
 def counts_rows(size: IntLike, rows: IntLike) -> bool:
@@ -185,8 +183,7 @@ def check_wanted_rows(graph: Graph, located: Located, tail: int) -> None:
     end = next((node for node in reversed(located.trunk) if same_shape(node, last)), located.trunk[-1])
     for output in (located.result, *located.others):
         demand = analyse(graph, [(output, EVERYTHING)]).on(end)
-        few = isinstance(demand, Rows) and demand.dim == located.row_dim and same(demand.blocks, 1)
-        if output in located.others or not (few and demand.last <= tail):  # type: ignore[union-attr]
+        if output in located.others or not (_on_rows(demand, located) and demand.last <= tail):  # type: ignore[union-attr]
             raise CannotFill(
                 "logits, a loss or hidden states of more rows than the tail are wanted, and filled rows have none",
                 output,

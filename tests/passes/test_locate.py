@@ -254,7 +254,51 @@ def early_exit(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (x + h)[:, -1:], early, k, v
 
 
-@pytest.mark.parametrize("function", [query, normed, early_exit], ids=lambda f: f.__name__)
+def attended(x: Tensor, y: Tensor, w: Tensor, kept: Tensor, last: int = 0) -> tuple[Tensor, ...]:
+    """A layer on y whose keys and values are states (the last few rows of them, if said), and `kept` another output."""
+    q, k, v = (functional.linear(y, part) for part in w)
+    states = k[:, -last:], v[:, -last:]
+    h = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return (x + h)[:, -1:], kept, *states
+
+
+def copied(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x.sin()
+    return attended(x, y, w, y.clone())
+
+
+def cast(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x.sin()
+    return attended(x, y, w, y.transpose(1, 2).double())
+
+
+def squared(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x.sin()
+    return attended(x, y, w, y.square())
+
+
+def pooled(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x.sin()
+    return attended(x, y, w, y.mean(1))
+
+
+def sliding(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x.sin()
+    return attended(x, y, w, y.clone(), last=3)
+
+
+def selected(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A query that is chosen out of one fused projection."""
+    fused = functional.linear(x.sin(), w.reshape(12, 4)).unflatten(-1, (3, 4))
+    q, k, v = (fused.select(2, i) for i in range(3))
+    return (x + functional.scaled_dot_product_attention(q, k, v, is_causal=True))[:, -1:], q, k, v
+
+
+@pytest.mark.parametrize(
+    "function",
+    [query, normed, early_exit, copied, cast, squared, pooled, sliding, selected],
+    ids=lambda f: f.__name__,
+)
 def test_what_no_other_row_reads_is_no_state(function: Callable[..., tuple[Tensor, ...]]) -> None:
     module = traced(function, X, W)
     with pytest.raises(CannotFill, match="no later row reads"):
