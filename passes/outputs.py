@@ -80,7 +80,10 @@ def _check_read(graph: Graph, located: Located, layer: Layer, state: Node) -> No
     forms = list(_forms(state, located, layer))
     if _ends_a_scan(forms[-1]):
         return
-    others = {form for other in layer.states for form in _forms(other, located, layer)} - set(forms)
+    others: set[Node] = set()
+    for other in layer.states:
+        theirs = set(_forms(other, located, layer))
+        others |= theirs if theirs.isdisjoint(forms) else set()  # keys that serve as values are one state
     read = analyse(graph, [(_end(located, layer), Rows(located.row_dim, 1))], stop=layer.input, barrier=others)
     if all(_is_one(read.on(form)) for form in forms):
         raise CannotFill(
@@ -127,11 +130,13 @@ def _cuts_columns(value: Node, dim: int, rows: IntLike) -> bool:
 
 
 def _ends_a_scan(value: Node) -> bool:
-    """Whether this is the state that a recurrence leaves."""
-    if value.target is not operator.getitem:
-        return False
-    scan, number = value.args
-    return isinstance(scan, Node) and scan.target in RECURRENCES and bool(number != 0)
+    """Whether a value is made of nothing but the state that a recurrence leaves."""
+    while len(value.all_input_nodes) == 1:
+        source = value.all_input_nodes[0]
+        if value.target is operator.getitem and source.target in RECURRENCES:
+            return bool(value.args[1] != 0)
+        value = source
+    return False
 
 
 def counts_rows(size: IntLike, rows: IntLike) -> bool:
