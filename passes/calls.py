@@ -114,12 +114,21 @@ def first_operand(node: Node, rows: Rows) -> Call:
     return Call(node.target, (Need(operand, rows), *node.args[1:]), dict(node.kwargs))
 
 
-def needs(argument: object) -> Iterator[Need]:
-    """The narrowed operands of a call's arguments."""
+def reads(argument: object) -> Iterator[tuple[Node, Rows | None]]:
+    """The operands in a call's arguments, with the rows that are needed of them; None: all."""
     if isinstance(argument, Need):
-        yield argument
+        yield argument.node, argument.rows
+    elif isinstance(argument, Node):
+        yield argument, None
     elif isinstance(argument, Call):
-        yield from needs([*argument.args, *argument.kwargs.values()])
+        yield from reads([*argument.args, *argument.kwargs.values()])
+    elif isinstance(argument, CausalTail):
+        return  # a mask of positions: it reads sizes, not values
     elif isinstance(argument, list | tuple):
         for item in argument:
-            yield from needs(item)
+            yield from reads(item)
+
+
+def needs(argument: object) -> Iterator[Need]:
+    """Of these, the ones that are needed in part."""
+    return (Need(node, rows) for node, rows in reads(argument) if rows is not None)

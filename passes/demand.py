@@ -12,12 +12,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ridgefill_compile.passes.calls import Call, CausalTail, Need, arguments, aten, rewrite, shape
+from ridgefill_compile.passes.calls import Call, Need, arguments, aten, reads, rewrite, shape
 from ridgefill_compile.passes.layout_rules import reaches_the_end
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, at_least, at_most, covers, join
 from ridgefill_compile.passes.rules import rule_for
@@ -116,24 +115,7 @@ def _operands(node: Node, demand: Demand, demands: Demands) -> Iterator[tuple[No
 
 
 def _needs(call: Call) -> Iterator[tuple[Node, Demand]]:
-    found: list[tuple[Node, Demand]] = []
-
-    def visit(argument: Any) -> Any:
-        if isinstance(argument, Need):
-            found.append((argument.node, argument.rows))
-        elif isinstance(argument, Node):
-            found.append((argument, EVERYTHING))
-        elif isinstance(argument, Call):
-            visit([*argument.args, *argument.kwargs.values()])
-        elif isinstance(argument, CausalTail):
-            pass  # a mask of positions: it reads sizes, not values
-        elif isinstance(argument, list | tuple):
-            for item in argument:
-                visit(item)
-
-    visit(call.args)
-    visit(list(call.kwargs.values()))
-    return iter(found)
+    return ((node, EVERYTHING if rows is None else rows) for node, rows in reads(call))
 
 
 def whole_suffix(node: Node) -> Call | None:
