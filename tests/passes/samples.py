@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.passes.commuting import Sample, Size, sample
+from ridgefill_compile.testing.square import Sample, Size, sample
 from tests.passes.graphs import aten
 
 _generator = torch.Generator().manual_seed(0)

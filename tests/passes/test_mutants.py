@@ -14,7 +14,7 @@ from ridgefill_compile.passes.calls import Call, Need, Rule, arguments, first_op
 from ridgefill_compile.passes.rows import IntLike, Rows, same
 from ridgefill_compile.passes.rules import RULES
 from ridgefill_compile.recurrences import RECURRENCES
-from tests.passes.commuting import judge
+from ridgefill_compile.testing.square import judge
 from tests.passes.graphs import aten
 from tests.passes.samples import by_op, spread
 

@@ -17,7 +17,7 @@ from torch.fx import Graph
 
 from ridgefill_compile.passes.rows import Rows, same
 from ridgefill_compile.passes.rules import RULES, rule_for
-from tests.passes.commuting import Finding, judge
+from ridgefill_compile.testing.square import Finding, judge
 from tests.passes.graphs import aten, fake, fake_mode
 from tests.passes.samples import by_op, pointwise, real, spread, whole
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
@@ -15,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from ridgefill_compile.passes.rows import same
-from ridgefill_compile.recurrences import RECURRENCES, Recurrence
+from ridgefill_compile.recurrences import RECURRENCES, Recurrence, tiles
 
 Arguments = dict[str, Any]
 
@@ -171,3 +172,52 @@ def traced(case: Case, arguments: Arguments) -> Node:
     node = graph.call_function(case.recurrence.op, (), named)
     node.meta["val"] = case.run(arguments)
     return node
+
+
+class OperatorTests:
+    """The tests of every operator. The module of a subclass gives the fixture `case`."""
+
+    @pytest.mark.parametrize("with_state", [False, True])
+    def test_every_length_equals_the_loop_over_rows(self, case, with_state):
+        check_lengths(case, with_state)
+
+    def test_fewer_outputs_are_the_last(self, case):
+        check_narrowed(case)
+
+    def test_low_precision(self, case):
+        check_half_precision(case)
+
+    def test_operands_are_left_alone(self, case):
+        check_operands_untouched(case)
+
+    def test_operator_is_sound(self, case):
+        check_operator(case)
+        check_symbolic_sizes(case)
+
+
+class TiledTests(OperatorTests):
+    """And of those that go by tiles, in matrix products."""
+
+    def test_long_prompts_go_in_stretches(self, case, monkeypatch):
+        """A stretch of one tile, and of two, so that state and place of outputs go from one to the next."""
+        for budget in (1, 2 * 2 * 4 * 64 * 12):
+            monkeypatch.setitem(tiles._BUDGET, "cpu", budget)
+            check_narrowed(case)
+            arguments = case.draw(2, 400, True, torch.float32)
+            for actual, expected in zip(case.run(arguments), case.loop(doubled(arguments)), strict=True):
+                close(actual, expected)
+
+    def test_multiply_adds_are_what_is_computed(self, case):
+        check_multiply_adds(case)
+
+
+class ElementwiseTests(OperatorTests):
+    """And of those that go row by row, whose cost torch does not count."""
+
+    def test_multiply_adds_without_outputs_are_fewer(self, case):
+        counts = [
+            case.recurrence.multiply_adds(traced(case, case.narrowed(case.draw(2, 64, False, torch.float32), wanted)))
+            for wanted in (0, 32, 64)
+        ]
+        assert 0 < counts[0] < counts[1] < counts[2]
+        assert counts[2] - counts[1] == counts[1] - counts[0]

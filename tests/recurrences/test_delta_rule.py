@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgefill_compile.recurrences import tiles
 from ridgefill_compile.recurrences.delta_rule import channel_products, inverse_of_unit_lower
 from tests.recurrences import checks
 from tests.recurrences.checks import Arguments, Case, close
@@ -62,40 +61,8 @@ def _case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-def test_every_length_equals_the_loop_over_rows(case, with_state):
-    checks.check_lengths(case, with_state)
-
-
-def test_fewer_queries_give_the_last_outputs(case):
-    checks.check_narrowed(case)
-
-
-def test_long_prompts_go_in_stretches(case, monkeypatch):
-    """A stretch of one tile, and of two, so that state and place of outputs go from one to the next."""
-    for budget in (1, 2 * 2 * 4 * 64 * 12):
-        monkeypatch.setitem(tiles._BUDGET, "cpu", budget)
-        checks.check_narrowed(case)
-        arguments = case.draw(2, 400, True, torch.float32)
-        for actual, expected in zip(case.run(arguments), case.loop(checks.doubled(arguments)), strict=True):
-            checks.close(actual, expected)
-
-
-def test_multiply_adds_are_what_is_computed(case):
-    checks.check_multiply_adds(case)
-
-
-def test_low_precision(case):
-    checks.check_half_precision(case)
-
-
-def test_operands_are_left_alone(case):
-    checks.check_operands_untouched(case)
-
-
-def test_operator_is_sound(case):
-    checks.check_operator(case)
-    checks.check_symbolic_sizes(case)
+class TestOperator(checks.TiledTests):
+    pass
 
 
 def test_steep_decay_neither_overflows_nor_is_lost():

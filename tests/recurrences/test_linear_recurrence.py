@@ -32,23 +32,10 @@ def loop(given: Arguments) -> tuple[Tensor, Tensor]:
 CASE = Case("linear_recurrence", draw, loop)
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-def test_every_length_equals_the_loop_over_rows(with_state):
-    checks.check_lengths(CASE, with_state)
+@pytest.fixture(name="case")
+def _case() -> Case:
+    return CASE
 
 
-def test_fewer_outputs_are_the_last():
-    checks.check_narrowed(CASE)
-
-
-def test_low_precision():
-    checks.check_half_precision(CASE)
-
-
-def test_operands_are_left_alone():
-    checks.check_operands_untouched(CASE)
-
-
-def test_operator_is_sound():
-    checks.check_operator(CASE)
-    checks.check_symbolic_sizes(CASE)
+class TestOperator(checks.OperatorTests):
+    pass

@@ -44,35 +44,13 @@ def _budget(request, monkeypatch):
     monkeypatch.setitem(module._BUDGET, "cpu", request.param * 2 * CHANNELS * ENTRIES)
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-def test_every_length_equals_the_loop_over_rows(with_state):
-    checks.check_lengths(CASE, with_state)
+@pytest.fixture(name="case")
+def _case() -> Case:
+    return CASE
 
 
-def test_fewer_rows_of_c_give_the_last_outputs():
-    checks.check_narrowed(CASE)
-
-
-def test_multiply_adds_without_outputs_are_fewer():
-    counts = [
-        CASE.recurrence.multiply_adds(checks.traced(CASE, CASE.narrowed(draw(2, 64, False, torch.float32), wanted)))
-        for wanted in (0, 32, 64)
-    ]
-    assert 0 < counts[0] < counts[1] < counts[2]
-    assert counts[2] - counts[1] == counts[1] - counts[0]
-
-
-def test_low_precision():
-    checks.check_half_precision(CASE)
-
-
-def test_operands_are_left_alone():
-    checks.check_operands_untouched(CASE)
-
-
-def test_operator_is_sound():
-    checks.check_operator(CASE)
-    checks.check_symbolic_sizes(CASE)
+class TestOperator(checks.ElementwiseTests):
+    pass
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 40, 131])
