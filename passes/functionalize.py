@@ -104,6 +104,7 @@ class _Memory:
         now: value -> the value that holds what its memory holds at this point.
         views, operands: every value -> the value it is a view of, or None; and the values it is made of, as traced.
         looks_at: the same of those passed by, former writes included.
+        names: of these, those that are the value they look at under another name, as the result of a write is.
         written: value with memory of its own -> how often it has been written into, itself or through views.
         seen: view -> that number when it was last looked up.
         unsure: value that may be a view -> the owners of what it may look at, and that number when it was computed.
@@ -115,6 +116,7 @@ class _Memory:
         self.operands = {node: node.all_input_nodes for node in emit.graph.nodes}
         self.now: dict[Node, Node] = {}
         self.looks_at: dict[Node, Node] = {}
+        self.names: set[Node] = set()
         self.written: dict[Node, int] = {}
         self.seen: dict[Node, int] = {}
         self.unsure: dict[Node, list[tuple[Node, int]]] = {}
@@ -134,7 +136,8 @@ class _Memory:
         elif source is not None:
             self.looks_at[node] = source
             self.seen[node] = self.written[self.owner(node)]
-            node.meta[_SAME] = node.meta.get(_SAME, False) or returns_operand(node)
+            if returns_operand(node):
+                self.names.add(node)
         else:
             self.written[node] = 0
         if may_share_silently(node):
@@ -161,7 +164,7 @@ class _Memory:
 
     def _look(self, view: Node, source: Node) -> Node:
         """The same view of another value."""
-        if view.meta.get(_SAME):
+        if view in self.names:
             return source
         if view.target is aten.as_strided.default:
             raise CannotFill("an op writes under a view by strides, which cannot be looked up anew", view)
@@ -182,7 +185,8 @@ class _Memory:
                 view, at = at, self.looks_at[at]
                 if view.target is operator.getitem:
                     at = self.looks_at[at]  # of what was cut into pieces
-                held = _write_back(self.emit, view, self.current(at), held, node)
+                if view not in self.names:
+                    held = _write_back(self.emit, view, self.current(at), held, node)
         self.written[owner] += 1
         self.now[owner] = held
         self.now[destination] = value
@@ -190,10 +194,7 @@ class _Memory:
             self.seen[destination] = self.written[owner]
         # The call's own result is the destination under another name.
         self.looks_at[node], self.now[node], self.seen[node] = destination, value, self.written[owner]
-        node.meta[_SAME] = True
-
-
-_SAME = "ridgefill_same_memory"  # meta key of a former write: its result is its first operand
+        self.names.add(node)
 
 
 def _destination(node: Node) -> Node:
@@ -218,7 +219,7 @@ def _write_back(emit: Emitter, view: Node, source: Node, value: Node, write: Nod
     Raises:
         CannotFill: the view has no step back (it repeats entries, or overlaps itself).
     """
-    if view.meta.get(_SAME) or view.target is aten.contiguous.default:
+    if view.target is aten.contiguous.default:
         return value
     if view.target is operator.getitem:
         return _piece_back(emit, view, source, value, write)
