@@ -20,9 +20,10 @@ from ridgefill_compile.documents import Document, hold_out, read_documents, shor
 from ridgefill_compile.errors import CalibrationError, OptionError
 from ridgefill_compile.fingerprint import ModelFingerprint, Tokenizer, tokenizer_fingerprint
 from ridgefill_compile.fit import fit_split
-from ridgefill_compile.maps import DTYPES, RidgeMaps, SplitMaps
+from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.meter import Meter
 from ridgefill_compile.ridge import DEFAULT_PENALTIES, RidgeStatistics
+from ridgefill_compile.splitmaps import SplitMaps, storage_dtype
 
 # Enough for a mean cosine; more would cost passes, and memory for every layer's rows.
 HELD_OUT_ROWS = 4096
@@ -64,8 +65,7 @@ class _Settings:
             raise OptionError(f"stride {self.stride} must not exceed a quarter of the window, {self.window}")
         if not self.penalties or not all(0 <= penalty < math.inf for penalty in self.penalties):
             raise OptionError(f"penalties must be finite numbers of at least 0, not {list(self.penalties)}")
-        if self.dtype not in DTYPES:
-            raise OptionError(f"dtype must be one of {', '.join(map(repr, DTYPES))}, not {self.dtype!r}")
+        storage_dtype(self.dtype)
 
     def of_sums(self, held_out: int, model: ModelFingerprint, tokenizer: str | None) -> dict[str, Any]:
         """All that the sums depend on, besides the texts; penalties and dtype come after them."""
@@ -124,7 +124,8 @@ def calibrate(
             deleted.
         progress: show a progress bar on stderr.
         inner: compiler that lowers the graph, as in the backend's options.
-        dtype: of the stored maps, "bfloat16" or "float32"; held-out figures are of the tensors as stored.
+        dtype: of the stored maps, "bfloat16", "float32" or "int8" (see `RidgeMaps.to`); held-out figures are of the
+            tensors as stored.
 
     Raises:
         OptionError: a bad argument, or a split that the model does not have.

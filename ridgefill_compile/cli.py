@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ridgefill_compile.demo import DemoSettings, run_demo, show
-from ridgefill_compile.errors import RidgefillError
+from ridgefill_compile.errors import OptionError, RidgefillError
 
 if TYPE_CHECKING:
     from ridgefill_compile.zoo.check import Verdict
@@ -111,7 +111,7 @@ def calibrate(
     window: Annotated[int, typer.Option(help="Rows of one pass.")] = 2048,
     stride: Annotated[int, typer.Option(help="Every how manyth row is fitted.")] = 4,
     held_out: Annotated[int, typer.Option(help="Texts that only choose the penalty.")] = 5,
-    dtype: Annotated[str, typer.Option(help="Of the stored maps: bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of the stored maps: bfloat16, float32 or int8.")] = "bfloat16",
     model_dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
     checkpoint: Annotated[Path | None, typer.Option(help="Folder to go on from. Default: beside --out.")] = None,
     as_json: Json = False,
@@ -291,10 +291,20 @@ def zoo(
 @reporting
 def show_folder(
     folder: Maps,
+    dtype: Annotated[str | None, typer.Option(help="Store them as bfloat16, float32 or int8 in --out.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to save the converted maps in.")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """What a folder of maps holds, and how well they predict held-out rows."""
-    result = about_maps(folder)
+    """What a folder of maps holds, and how well they predict held-out rows; or convert them to another dtype."""
+    from ridgefill_compile.maps import RidgeMaps
+
+    if (dtype is None) != (out is None):
+        raise OptionError("to convert maps, give both --dtype and --out")
+    if dtype is None or out is None:
+        result = about_maps(folder)
+    else:
+        RidgeMaps.load(folder).to(dtype).save(out)
+        result = {"saved": str(out), **about_maps(out)}
     if not as_json:
         show_maps(result)
     return result
@@ -315,11 +325,13 @@ def about_maps(folder: Path) -> dict[str, Any]:
         "layer_count": maps.layer_count,
         "width": maps.d_in,
         "dtype": str(maps.dtype).removeprefix("torch."),
+        "bytes": sum(part.nbytes for part in parts),
         "calibration": maps.calibration,
         "splits": [
             {
                 "split": part.split,
                 "layers": list(part.layers),
+                "bytes": part.nbytes,
                 "penalty": part.penalty,
                 "rows": part.rows,
                 "held_out": {str(layer): dict(figures) for layer, figures in part.held_out.items()},
@@ -331,26 +343,28 @@ def about_maps(folder: Path) -> dict[str, Any]:
 
 def show_maps(result: dict[str, Any]) -> None:
     """Print what is known about maps for people."""
+    from ridgefill_compile.splitmaps import mean_figure
+
     console = Console()
-    console.print(f"maps of a model of {result['layer_count']} layers, width {result['width']}, {result['dtype']}")
-    table = Table("split", "layers", "penalty", "rows fitted", "held-out cosine", "of identity")
+    console.print(
+        f"maps of a model of {result['layer_count']} layers, width {result['width']}, "
+        f"stored as {result['dtype']}, {result['bytes'] / 1e6:.1f} MB"
+    )
+    table = Table("split", "layers", "MB", "penalty", "rows fitted", "held-out cosine", "of identity")
     for part in result["splits"]:
         layers = part["layers"]
-        cosines = [mean_of(part["held_out"], name) for name in ("cosine", "identity_cosine")]
+        cosines = [mean_figure(part["held_out"], name) for name in ("cosine", "identity_cosine")]
         table.add_row(
             f"{part['split']}{' (default)' if part['split'] == result['split'] else ''}",
             f"{layers[0]} to {layers[-1]}",
+            f"{part['bytes'] / 1e6:.1f}",
             f"{part['penalty']:g}",
             f"{part['rows']:.0f}",
             *("" if cosine is None else f"{cosine:.4f}" for cosine in cosines),
         )
     console.print(table)
-
-
-def mean_of(held_out: dict[str, dict[str, float]], name: str) -> float | None:
-    """Mean of a held-out figure over the layers that have it."""
-    values = [figures[name] for figures in held_out.values() if name in figures]
-    return sum(values) / len(values) if values else None
+    if "held_out_dtype" in result["calibration"]:
+        console.print(f"the cosines are of the {result['calibration']['held_out_dtype']} maps they were converted from")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgefill_compile.maps import DTYPES, SplitMaps
 from ridgefill_compile.ridge import RidgeSolver, RidgeStatistics
+from ridgefill_compile.splitmaps import SplitMaps, StoredMap, storage_dtype
 
 
 def fit_split(
@@ -25,7 +25,7 @@ def fit_split(
         sums: what to fit.
         rows: layer -> its input on held-out rows, `[rows, d]` float32; the split and each layer with sums.
         penalties: the grid of `λ` to try.
-        dtype: of the stored maps, "bfloat16" or "float32"; they are scored as stored, not as solved.
+        dtype: of the stored maps, "bfloat16", "float32" or "int8"; they are scored as stored, not as solved.
         watch: passes the layers on, one at a time, to whoever shows progress.
 
     Returns:
@@ -43,11 +43,9 @@ def fit_split(
         for penalty, figures in tried.items()
     }
     best = max(mean, key=lambda penalty: (mean[penalty], penalty))
-    maps = {layer: _stored(solver, layer, best, dtype) for layer in sums.layers}
-    return SplitMaps(
-        split=sums.split,
-        matrices={layer: matrix.cpu() for layer, (matrix, _) in maps.items()},
-        offsets={layer: offset.cpu() for layer, (_, offset) in maps.items()},
+    return SplitMaps.made_of(
+        sums.split,
+        {layer: _stored(solver, layer, best, dtype).cpu() for layer in sums.layers},
         penalty=best,
         rows=sums.count,
         held_out=tried[best],
@@ -55,15 +53,13 @@ def fit_split(
     )
 
 
-def _stored(solver: RidgeSolver, layer: int, penalty: float, dtype: str) -> tuple[Tensor, Tensor]:
-    matrix, offset = solver.solve(layer, penalty)
-    return matrix.to(DTYPES[dtype]), offset.to(DTYPES[dtype])
+def _stored(solver: RidgeSolver, layer: int, penalty: float, dtype: str) -> StoredMap:
+    return StoredMap.of(*solver.solve(layer, penalty), storage_dtype(dtype))
 
 
-def _figures(stored: tuple[Tensor, Tensor], x: Tensor, y: Tensor) -> dict[str, float]:
+def _figures(stored: StoredMap, x: Tensor, y: Tensor) -> dict[str, float]:
     """How well a map predicts `y` `[rows, d_out]` from `x` `[rows, d_in]`, and how well `x` itself does."""
-    matrix, offset = stored
-    figures = _agreement(x @ matrix.float().T + offset.float(), y)
+    figures = _agreement(x @ stored.floats().float().T + stored.offset.float(), y)
     if x.shape == y.shape:
         figures |= {f"identity_{name}": value for name, value in _agreement(x, y).items()}
     return figures

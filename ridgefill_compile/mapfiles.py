@@ -64,6 +64,10 @@ def write_directory(root: Path, facts: Mapping[str, Any], parts: Mapping[str, Te
 def read_directory(root: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """What `write_directory` was given: `(facts, parts)`, tensors on the CPU. Every byte is checked.
 
+    Tensors are views of the files, mapped into memory as private pages: what is written to a tensor stays in this
+    process, and writing the directory anew changes none, since files are replaced, never overwritten. (Whoever
+    truncates a file in place ends the processes that read it.)
+
     Raises:
         MapsError: nothing there; a file is missing, truncated, altered or not a safetensors file (a pickle
             is never opened); the manifest is foreign, altered or of another version.
@@ -111,7 +115,7 @@ def _read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
         if _file_digest(path) != sha256:
             what = "is a pickle, which is never opened" if _looks_pickled(path) else "is truncated or altered"
             raise MapsError(f"{path} {what}: it is not the file that its manifest names")
-        return load_file(path)
+        return load_file(path)  # maps the file, and copies nothing on the CPU
     except FileNotFoundError as error:
         raise MapsError(f"{path}, which the manifest names, is missing") from error
     except (OSError, SafetensorError) as error:

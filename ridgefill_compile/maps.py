@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,64 +12,13 @@ from torch import Tensor, nn
 
 from ridgefill_compile.errors import MapsError, RidgefillWarning
 from ridgefill_compile.fingerprint import Match, ModelFingerprint, Tokenizer, tokenizer_fingerprint
+from ridgefill_compile.int8 import Codes
 from ridgefill_compile.mapfiles import read_directory, write_directory
+from ridgefill_compile.splitmaps import SplitMaps, storage_dtype
 
-DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+__all__ = ["RidgeMaps", "SplitMaps"]
 
-
-@dataclass(frozen=True, eq=False)
-class SplitMaps:
-    """The maps of one split: late layer `l` is predicted as `matrices[l] @ x + offsets[l]`.
-
-    Attributes:
-        split: first late layer; `x` is the residual stream that enters it. It needs no map itself.
-        matrices: late layer -> `[d_out, d_in]`, all of one dtype, as stored.
-        offsets: late layer -> `[d_out]`, of the same dtype.
-        penalty: the `λ` they were solved with, relative to the mean variance of `x`.
-        rows: rows they were fitted on.
-        held_out: late layer -> figures on rows that were not fitted: "cosine" between predicted and true
-            layer input (mean over rows), "relative_error" (norm of the error over norm of the truth), and the
-            same for predicting `x` itself where the widths allow it: "identity_cosine",
-            "identity_relative_error".
-        penalty_cosines: every `λ` tried -> mean held-out cosine over the layers.
-    """
-
-    split: int
-    matrices: Mapping[int, Tensor]
-    offsets: Mapping[int, Tensor]
-    penalty: float = 0.0
-    rows: float = 0.0
-    held_out: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    penalty_cosines: Mapping[float, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.matrices or self.matrices.keys() != self.offsets.keys():
-            raise MapsError(f"split {self.split} needs a matrix and an offset for each of its layers")
-        if self.split < 0 or min(self.matrices) <= self.split:
-            raise MapsError(f"split {self.split} can have maps of later layers only: {sorted(self.matrices)}")
-        for layer, matrix in self.matrices.items():
-            offset = self.offsets[layer]
-            fits = matrix.ndim == 2 and matrix.shape[1] == self.d_in and offset.shape == matrix.shape[:1]
-            if not fits or {matrix.dtype, offset.dtype} != {self.dtype} or self.dtype not in DTYPES.values():
-                raise MapsError(
-                    f"the map of layer {layer} at split {self.split} does not fit the others: "
-                    f"matrix {_kind(matrix)}, offset {_kind(offset)}, split state [{self.d_in}]"
-                )
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Late layers that have a map, ascending."""
-        return tuple(sorted(self.matrices))
-
-    @property
-    def d_in(self) -> int:
-        """Width of the split state."""
-        return int(next(iter(self.matrices.values())).shape[-1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Storage dtype of every tensor."""
-        return next(iter(self.matrices.values())).dtype
+HELD_OUT_DTYPE = "held_out_dtype"  # in `calibration` of converted maps: the dtype that their figures are of
 
 
 class RidgeMaps:
@@ -133,8 +81,13 @@ class RidgeMaps:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of every matrix and offset."""
+        """Storage dtype of every matrix; `torch.int8` where `codes` are stored."""
         return self._default.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors as stored."""
+        return self._default.nbytes
 
     @property
     def penalty(self) -> float:
@@ -153,24 +106,41 @@ class RidgeMaps:
 
     @property
     def held_out(self) -> Mapping[int, Mapping[str, float]]:
-        """Late layer -> figures on held-out rows, scored on the tensors as stored; see `SplitMaps`."""
+        """Late layer -> figures on held-out rows, scored on the tensors as calibration stored them; see `SplitMaps`."""
         return self._default.held_out
 
     def matrix(self, layer: int) -> Tensor:
-        """`A_l`, `[d_out, d_in]`.
+        """`A_l`, `[d_out, d_in]`, as stored; of int8 maps in float32, which is exact, and made anew by each call.
 
         Raises:
             MapsError: the layer has no map at this split.
         """
-        return self._of(self._default.matrices, layer)
+        return self._default.matrix(self._known(layer))
+
+    def codes(self, layer: int) -> Codes | None:
+        """`A_l` as int8 maps store it: `int8.dequantise(*codes)` is `matrix(layer)`. None of maps in floats.
+
+        Raises:
+            MapsError: the layer has no map at this split.
+        """
+        return self._default.codes(self._known(layer))
+
+    def shape(self, layer: int) -> tuple[int, int]:
+        """`(d_out, d_in)` of `A_l`.
+
+        Raises:
+            MapsError: the layer has no map at this split.
+        """
+        d_out, d_in = self._default.matrices[self._known(layer)].shape
+        return d_out, d_in
 
     def offset(self, layer: int) -> Tensor:
-        """`b_l`, `[d_out]`.
+        """`b_l`, `[d_out]`, as stored.
 
         Raises:
             MapsError: the layer has no map at this split.
         """
-        return self._of(self._default.offsets, layer)
+        return self._default.offsets[self._known(layer)]
 
     def at(self, split: int) -> RidgeMaps:
         """The same maps with another default split; nothing is copied.
@@ -178,14 +148,28 @@ class RidgeMaps:
         Raises:
             MapsError: there are no maps for that split.
         """
-        return RidgeMaps(
-            list(self._parts.values()),
-            layer_count=self.layer_count,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            split=split,
-            calibration=self.calibration,
-        )
+        return self._with(list(self._parts.values()), split=split)
+
+    def to(self, dtype: str) -> RidgeMaps:
+        """The same maps in another storage dtype; themselves if it is theirs.
+
+        `held_out` and `penalty_cosines` stay those of these maps: `calibration["held_out_dtype"]` of the result
+        says so. Only float32 loses nothing.
+
+        Args:
+            dtype: "bfloat16", "float32", or "int8": codes of 8 bits with a scale for every 128 columns of a row,
+                which put no weight off by more than 0.4 % of the largest of its group.
+
+        Raises:
+            OptionError: no such dtype.
+            MapsError: int8 of maps that are not finite.
+        """
+        wanted = storage_dtype(dtype)
+        if wanted == self.dtype:
+            return self
+        scored = {HELD_OUT_DTYPE: str(self.dtype).removeprefix("torch.")}
+        parts = [part.to(wanted) for part in self._parts.values()]
+        return self._with(parts, calibration=scored | self.calibration)
 
     def matches(self, parameters: Iterable[Tensor]) -> Match:
         """Whether these parameters, all or some of a model's, are those of the calibrated model.
@@ -206,20 +190,25 @@ class RidgeMaps:
         facts = {
             "layer_count": self.layer_count,
             "split": self.split,
-            "splits": [_record(self._parts[split]) for split in self.splits],
+            "splits": [self._parts[split].to_record() for split in self.splits],
             "model": None,
             "tokenizer": self.tokenizer,
             "calibration": self.calibration,
         }
         if self.model is not None:
             facts["model"] = {"digests": sorted(self.model.digests), "shapes": dict(self.model.shapes)}
-        write_directory(Path(directory), facts, {_name(split): _tensors(part) for split, part in self._parts.items()})
+        write_directory(
+            Path(directory), facts, {_name(split): part.to_tensors() for split, part in self._parts.items()}
+        )
 
     @classmethod
     def load(
         cls, directory: str | Path, model: nn.Module | None = None, tokenizer: Tokenizer | None = None
     ) -> RidgeMaps:
-        """Read maps from a directory, checking every byte. Tensors are on the CPU.
+        """Read maps from a directory, checking every byte.
+
+        Tensors are on the CPU and mapped from the files, not copied: processes that load the same maps share the
+        memory, and what nobody reads can leave it. Saving anew into the directory does not change them.
 
         Args:
             directory: what `save` was given.
@@ -234,12 +223,19 @@ class RidgeMaps:
         Warns:
             RidgefillWarning: the model's weights or the tokenizer are not those of the calibration.
         """
-        root = Path(directory)
+        maps = cls._read(Path(directory))
+        maps._check_model(model, directory)
+        maps._check_tokenizer(tokenizer, directory)
+        return maps
+
+    @classmethod
+    def _read(cls, root: Path) -> RidgeMaps:
+        """The maps in a directory; raises as `load`."""
         facts, tensors = read_directory(root)
         try:
             known = facts["model"]
-            maps = cls(
-                [_part(record, tensors[_name(record["split"])]) for record in facts["splits"]],
+            return cls(
+                [SplitMaps.from_record(record, tensors[_name(record["split"])]) for record in facts["splits"]],
                 layer_count=facts["layer_count"],
                 model=known and ModelFingerprint(frozenset(known["digests"]), known["shapes"]),
                 tokenizer=facts["tokenizer"],
@@ -248,87 +244,60 @@ class RidgeMaps:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MapsError(f"the manifest in {root} is not complete: {error!r}") from error
-        maps._check_model(model, root)
-        maps._check_tokenizer(tokenizer, root)
-        return maps
+
+    def _with(
+        self, parts: Sequence[SplitMaps], *, split: int | None = None, calibration: Mapping[str, Any] | None = None
+    ) -> RidgeMaps:
+        return RidgeMaps(
+            parts,
+            layer_count=self.layer_count,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            split=self.split if split is None else split,
+            calibration=self.calibration if calibration is None else calibration,
+        )
 
     def _part(self, split: int) -> SplitMaps:
         if split not in self._parts:
-            have = ", ".join(map(str, self.splits))
-            raise MapsError(f"no maps for split {split}; the splits with maps are {have}")
+            raise MapsError(f"no maps for split {split}; {_have('split', 'with maps', self.splits)}")
         return self._parts[split]
 
-    def _of(self, tensors: Mapping[int, Tensor], layer: int) -> Tensor:
-        if layer not in tensors:
-            have = ", ".join(map(str, self.layers))
-            raise MapsError(f"no map for layer {layer} at split {self.split}; the layers with a map are {have}")
-        return tensors[layer]
+    def _known(self, layer: int) -> int:
+        if layer not in self.layers:
+            raise MapsError(
+                f"no map for layer {layer} at split {self.split}; {_have('layer', 'with a map', self.layers)}"
+            )
+        return layer
 
-    def _check_model(self, model: nn.Module | None, root: Path) -> None:
+    def _check_model(self, model: nn.Module | None, source: str | Path) -> None:
         if model is None or self.model is None:
             return
         match = self.model.match_whole(model, self.layer_count)
         if match == "other shapes":
             raise MapsError(
-                f"the maps in {root} are of a model of {self.layer_count} layers and width {self.d_in}; "
+                f"the maps in {source} are of a model of {self.layer_count} layers and width {self.d_in}; "
                 f"this {type(model).__name__} has other layers or widths"
             )
         if match == "other weights":
             warnings.warn(
-                f"the maps in {root} were calibrated on other weights than this {type(model).__name__} has; "
+                f"the maps in {source} were calibrated on other weights than this {type(model).__name__} has; "
                 "they run, but calibrating anew may serve it better",
                 RidgefillWarning,
                 stacklevel=3,
             )
 
-    def _check_tokenizer(self, tokenizer: Tokenizer | None, root: Path) -> None:
+    def _check_tokenizer(self, tokenizer: Tokenizer | None, source: str | Path) -> None:
         if tokenizer is None or self.tokenizer is None or tokenizer_fingerprint(tokenizer) == self.tokenizer:
             return
-        warnings.warn(f"the maps in {root} were calibrated with another tokenizer", RidgefillWarning, stacklevel=3)
-
-
-def _record(part: SplitMaps) -> dict[str, Any]:
-    """What the manifest says of one split."""
-    return {
-        "split": part.split,
-        "dtype": str(part.dtype).removeprefix("torch."),
-        "d_in": part.d_in,
-        "d_out": {str(layer): int(part.matrices[layer].shape[0]) for layer in part.layers},
-        "penalty": part.penalty,
-        "rows": part.rows,
-        "held_out": {str(layer): dict(figures) for layer, figures in part.held_out.items()},
-        "penalty_cosines": list(map(list, part.penalty_cosines.items())),
-    }
-
-
-def _part(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SplitMaps:
-    """The inverse of `_record` and `_tensors`."""
-    d_in, dtype = record["d_in"], DTYPES[record["dtype"]]
-    expected: dict[str, tuple[int, ...]] = {}
-    for layer, d_out in record["d_out"].items():
-        expected |= {f"{layer}.matrix": (d_out, d_in), f"{layer}.offset": (d_out,)}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected or any(tensor.dtype != dtype for tensor in tensors.values()):
-        raise MapsError(f"the file of split {record['split']} has other layers, widths or dtype than it should")
-    return SplitMaps(
-        split=record["split"],
-        matrices={int(layer): tensors[f"{layer}.matrix"] for layer in record["d_out"]},
-        offsets={int(layer): tensors[f"{layer}.offset"] for layer in record["d_out"]},
-        penalty=record["penalty"],
-        rows=record["rows"],
-        held_out={int(layer): figures for layer, figures in record["held_out"].items()},
-        penalty_cosines=dict(record["penalty_cosines"]),
-    )
-
-
-def _tensors(part: SplitMaps) -> dict[str, Tensor]:
-    tensors = {f"{layer}.matrix": matrix for layer, matrix in part.matrices.items()}
-    return tensors | {f"{layer}.offset": offset for layer, offset in part.offsets.items()}
+        warnings.warn(f"the maps in {source} were calibrated with another tokenizer", RidgefillWarning, stacklevel=3)
 
 
 def _name(split: int) -> str:
     return f"split-{split}"
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _have(what: str, with_what: str, numbers: Sequence[int]) -> str:
+    """Such as "the only split with maps is 2"."""
+    if len(numbers) == 1:
+        return f"the only {what} {with_what} is {numbers[0]}"
+    return f"the {what}s {with_what} are {', '.join(map(str, numbers))}"

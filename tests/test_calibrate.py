@@ -577,7 +577,7 @@ class TestRefused:
             ({"penalties": []}, "penalties"),
             ({"penalties": [0.1, -1]}, "penalties"),
             ({"penalties": [math.nan]}, "penalties"),
-            ({"dtype": "int8"}, "dtype must be one of 'bfloat16', 'float32', not 'int8'"),
+            ({"dtype": "int4"}, "dtype must be one of 'bfloat16', 'float32', 'int8', not 'int4'"),
             ({"texts": "one text"}, "put it in a list"),
             ({"texts": ["text"] * 8}, "need a tokenizer"),
             ({"texts": ["text" * 9] * 8, "tokenizer": object()}, "cannot be used as a tokenizer"),

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ridgefill_compile import mapfiles
-from ridgefill_compile.errors import MapsError, RidgefillWarning
+from ridgefill_compile.errors import MapsError, OptionError, RidgefillWarning
 from ridgefill_compile.fingerprint import ModelFingerprint, tokenizer_fingerprint
+from ridgefill_compile.int8 import dequantise
 from ridgefill_compile.mapfiles import MANIFEST
 from ridgefill_compile.maps import RidgeMaps, SplitMaps
 from tests.test_fingerprint import LAYERS, Characters, decoder
@@ -37,6 +38,17 @@ def part(split: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, width: 
         held_out={layer: {"cosine": 0.9 + layer / 100, "identity_cosine": 0.5} for layer in late},
         penalty_cosines={0.01: 0.9, 0.03: 0.91},
     )
+
+
+def int8_part(changed: Any = None) -> SplitMaps:
+    """Of codes, in two groups of columns; with some of its tensors changed."""
+    width, late = 200, range(2, LAYERS)
+    tensors: dict[str, Any] = {
+        "matrices": {layer: torch.full((width, width), layer, dtype=torch.int8) for layer in late},
+        "offsets": {layer: torch.zeros(width, dtype=torch.bfloat16) for layer in late},
+        "scales": {layer: torch.full((width, 2), 0.5, dtype=torch.bfloat16) for layer in late},
+    }
+    return SplitMaps(1, **tensors | (changed or {}))
 
 
 def maps_of(seed: int = 0, dtype: torch.dtype = torch.bfloat16, **options: Any) -> RidgeMaps:
@@ -63,12 +75,26 @@ def assert_same(got: RidgeMaps, expected: RidgeMaps) -> None:
         for layer in one.layers:
             assert torch.equal(one.matrix(layer), other.matrix(layer))
             assert torch.equal(one.offset(layer), other.offset(layer))
+            assert (one.codes(layer) is None) == (other.codes(layer) is None)
+            for mine, theirs in zip(one.codes(layer) or (), other.codes(layer) or (), strict=True):
+                assert mine.dtype == theirs.dtype
+                assert torch.equal(mine, theirs)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     maps_of().save(tmp_path / "maps")
     return tmp_path / "maps"
+
+
+def mapped_file(tensor: torch.Tensor) -> str | None:
+    """The file whose pages the tensor's memory is."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, last = line.split()
+        start, end = (int(address, 16) for address in span.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return last
+    return None
 
 
 def tensor_files(root: Path) -> list[Path]:
@@ -97,12 +123,24 @@ class TestMaps:
 
     def test_layers_and_splits_without_maps_are_named(self):
         maps = maps_of()
-        with pytest.raises(MapsError, match=r"no map for layer 2 at split 2; .* 3$"):
+        with pytest.raises(MapsError, match=r"no map for layer 2 at split 2; the only layer with a map is 3$"):
             maps.matrix(2)
-        with pytest.raises(MapsError, match="no map for layer 9"):
-            maps.offset(9)
-        with pytest.raises(MapsError, match=r"no maps for split 0; .* 1, 2$"):
+        for ask in (maps.matrix, maps.offset, maps.codes, maps.shape):
+            with pytest.raises(MapsError, match="no map for layer 9"):
+                ask(9)
+        with pytest.raises(MapsError, match=r"no map for layer 1 at split 1; the layers with a map are 2, 3$"):
+            maps.at(1).matrix(1)
+        with pytest.raises(MapsError, match=r"no maps for split 0; the splits with maps are 1, 2$"):
             maps.at(0)
+        with pytest.raises(MapsError, match=r"no maps for split 0; the only split with maps is 2$"):
+            RidgeMaps([part(2)], layer_count=LAYERS).at(0)
+
+    def test_shape_and_bytes(self):
+        wide = SplitMaps(1, {2: torch.zeros(5, 8), 3: torch.zeros(8, 8)}, {2: torch.zeros(5), 3: torch.zeros(8)})
+        maps = RidgeMaps([wide], layer_count=LAYERS)
+        assert (maps.shape(2), maps.shape(3)) == ((5, 8), (8, 8))
+        assert maps.nbytes == 4 * (5 * 8 + 5 + 8 * 8 + 8)
+        assert maps.to("int8").nbytes == (5 * 8 + 8 * 8) + 2 * (5 + 8) + 2 * (5 + 8)
 
     def test_parts_that_do_not_fit_are_refused(self):
         matrix, offset = torch.zeros(8, 8), torch.zeros(8)
@@ -119,6 +157,26 @@ class TestMaps:
                 SplitMaps(split=1, matrices=matrices, offsets=offsets)
         SplitMaps(split=1, matrices={2: matrix, 3: torch.zeros(5, 8)}, offsets={2: offset, 3: torch.zeros(5)})
 
+    def test_codes_that_do_not_fit_are_refused(self):
+        assert int8_part().dtype == torch.int8
+        layers = int8_part().layers
+        wrongs: tuple[tuple[str, dict[int, torch.Tensor]], ...] = (
+            ("scales", {}),
+            ("scales", dict.fromkeys(layers[:1], int8_part().scales[2])),
+            ("scales", dict.fromkeys(layers, torch.ones(200, 1, dtype=torch.bfloat16))),
+            ("scales", dict.fromkeys(layers, torch.ones(200, 3, dtype=torch.bfloat16))),
+            ("scales", dict.fromkeys(layers, torch.ones(199, 2, dtype=torch.bfloat16))),
+            ("scales", dict.fromkeys(layers, torch.ones(200, 2))),
+            ("offsets", dict.fromkeys(layers, torch.zeros(200))),
+            ("offsets", dict.fromkeys(layers, torch.zeros(200, dtype=torch.int8))),
+            ("matrices", dict.fromkeys(layers, torch.zeros(200, 200, dtype=torch.bfloat16))),
+            ("matrices", dict.fromkeys(layers, torch.zeros(200, 200, dtype=torch.uint8))),
+            ("matrices", {2: int8_part().matrices[2], 3: torch.zeros(200, 200)}),
+        )
+        for name, wrong in wrongs:
+            with pytest.raises(MapsError, match="split 1"):
+                int8_part(changed={name: wrong})
+
     def test_collections_that_do_not_fit_are_refused(self):
         for parts, layers in (([], 4), ([part(1), part(1)], 4), ([part(1)], 3)):
             with pytest.raises(MapsError):
@@ -134,12 +192,82 @@ class TestMaps:
         assert maps_of(model=None).matches(decoder(width=12).parameters()) == "same"
 
 
+class TestConversion:
+    def test_its_own_dtype_changes_nothing(self):
+        maps = maps_of()
+        assert maps.to("bfloat16") is maps
+        coded = maps.to("int8")
+        assert coded.to("int8") is coded
+
+    def test_to_int8(self):
+        maps = maps_of(dtype=torch.float32).at(1)
+        coded = maps.to("int8")
+        assert (coded.dtype, coded.split, coded.splits) == (torch.int8, 1, (1, 2))
+        for layer in maps.layers:
+            codes = coded.codes(layer)
+            assert codes is not None
+            assert [(each.dtype, *each.shape) for each in codes] == [(torch.int8, 8, 8), (torch.bfloat16, 8, 1)]
+            assert coded.matrix(layer).dtype == torch.float32
+            assert torch.equal(coded.matrix(layer), dequantise(*codes))
+            off = (coded.matrix(layer) - maps.matrix(layer)).abs().max() / maps.matrix(layer).abs().max()
+            assert 0 < off < 0.00395
+            assert coded.offset(layer).dtype == torch.bfloat16
+            assert torch.equal(coded.offset(layer), maps.offset(layer).bfloat16())
+            assert maps.codes(layer) is None
+
+    def test_from_int8(self):
+        coded = maps_of().to("int8")
+        for dtype in ("float32", "bfloat16"):
+            floats = coded.to(dtype)
+            assert floats.dtype == getattr(torch, dtype)
+            assert floats.codes(3) is None
+            assert torch.equal(floats.matrix(3), coded.matrix(3).to(floats.dtype))
+            assert torch.equal(floats.offset(3), coded.offset(3).to(floats.dtype))
+
+    def test_figures_stay_those_of_the_first(self):
+        maps = maps_of()
+        coded = maps.to("int8")
+        assert (coded.held_out, coded.penalty_cosines) == (maps.held_out, maps.penalty_cosines)
+        assert (coded.penalty, coded.rows, coded.model) == (maps.penalty, maps.rows, maps.model)
+        assert coded.calibration == {"window": 64, "held_out_dtype": "bfloat16"}
+        assert coded.to("float32").calibration == coded.calibration
+        assert maps.calibration == {"window": 64}
+
+    def test_what_cannot_be_is_refused(self):
+        with pytest.raises(OptionError, match="'bfloat16', 'float32', 'int8', not 'float16'"):
+            maps_of().to("float16")
+        broken = SplitMaps(1, {2: torch.full((4, 4), torch.nan)}, {2: torch.zeros(4)})
+        with pytest.raises(MapsError, match="NaN or infinite"):
+            RidgeMaps([broken], layer_count=4).to("int8")
+
+
 class TestRoundTrip:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
     def test_everything_comes_back(self, tmp_path, dtype):
-        maps = maps_of(dtype=dtype)
+        maps = maps_of(dtype=torch.float32).to(dtype)
         maps.save(tmp_path)
         assert_same(RidgeMaps.load(tmp_path), maps)
+
+    def test_codes_in_groups_come_back(self, tmp_path):
+        maps = RidgeMaps([int8_part()], layer_count=LAYERS)
+        maps.save(tmp_path)
+        assert_same(RidgeMaps.load(tmp_path), maps)
+        assert float(RidgeMaps.load(tmp_path).matrix(3)[-1, -1]) == 1.5
+
+    @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="where the system tells what is mapped")
+    def test_tensors_are_mapped_from_the_files_and_outlive_them(self, saved):
+        loaded = RidgeMaps.load(saved)
+        expected = loaded.matrix(3).clone()
+        for tensor in (loaded.matrix(3), loaded.offset(3), loaded.at(1).matrix(2)):
+            assert mapped_file(tensor) in {str(path) for path in tensor_files(saved)}
+        maps_of(seed=7).save(saved)
+        shutil.rmtree(saved)
+        assert torch.equal(loaded.matrix(3), expected)
+
+    def test_writing_to_a_loaded_tensor_leaves_the_file_alone(self, saved):
+        loaded = RidgeMaps.load(saved)
+        loaded.matrix(3).zero_()
+        assert_same(RidgeMaps.load(saved), maps_of())
 
     def test_without_fingerprints(self, tmp_path):
         maps = RidgeMaps([part(1)], layer_count=LAYERS)
@@ -294,6 +422,21 @@ class TestDamage:
         rewrite(saved, lambda manifest: manifest["files"].update({"split-1": other}))
         with pytest.raises(MapsError, match="file of split 1 has other layers, widths or dtype"):
             RidgeMaps.load(saved)
+
+    def test_codes_whose_record_says_otherwise(self, tmp_path):
+        RidgeMaps([int8_part()], layer_count=LAYERS).save(tmp_path / "maps")
+        for name, value, says in (
+            ("group", 64, "split 1 have a scale every 64 columns; this ridgefill-compile reads one every 128"),
+            ("group", None, "a scale every None columns"),
+            ("dtype", "bfloat16", "other layers, widths or dtype"),
+            ("dtype", "int4", "not complete: KeyError"),
+            ("d_in", 100, "other layers, widths or dtype"),
+        ):
+            shutil.copytree(tmp_path / "maps", tmp_path / "copy")
+            rewrite(tmp_path / "copy", lambda m, n=name, v=value: m["facts"]["splits"][0].update({n: v}))
+            with pytest.raises(MapsError, match=says):
+                RidgeMaps.load(tmp_path / "copy")
+            shutil.rmtree(tmp_path / "copy")
 
 
 class TestOtherModels:

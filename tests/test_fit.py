@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgefill_compile.fit import fit_split
+from ridgefill_compile.int8 import quantise
+from ridgefill_compile.ridge import RidgeSolver, RidgeStatistics
+
+WIDTH, ROWS = 150, 600
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[int, Tensor]:
+    """Layer -> input; linear in that of layer 1, up to a little noise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    true = {layer: torch.randn(WIDTH, WIDTH, generator=generator) for layer in (2, 3)}
+    noise = 0.01 * torch.randn(ROWS, WIDTH, generator=generator)
+    return {1: x} | {layer: x @ matrix.T + noise + layer for layer, matrix in true.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_figures_are_of_the_maps_as_stored(rows, dtype):
+    sums = RidgeStatistics.from_rows(1, rows[1], {layer: rows[layer] for layer in (2, 3)})
+    maps = fit_split(sums, rows, [1e-9, 1.0], dtype)
+    assert maps.dtype == getattr(torch, dtype)
+    assert maps.penalty == 1e-9
+    for layer in (2, 3):
+        predicted = rows[1] @ maps.matrix(layer).float().T + maps.offsets[layer].float()
+        error = (predicted - rows[layer]).norm() / rows[layer].norm()
+        assert maps.held_out[layer]["relative_error"] == pytest.approx(error.item(), rel=1e-4)
+        assert (error < 1e-3) == (dtype == "float32")
+
+
+def test_int8_is_rounded_from_the_solution_itself(rows):
+    sums = RidgeStatistics.from_rows(1, rows[1], {2: rows[2]})
+    maps = fit_split(sums, rows, [0.01], "int8")
+    matrix, offset = RidgeSolver(sums).solve(2, 0.01)
+    codes, scales = quantise(matrix)
+    assert torch.equal(maps.matrices[2], codes)
+    assert torch.equal(maps.scales[2], scales)
+    assert torch.equal(maps.offsets[2], offset.bfloat16())
