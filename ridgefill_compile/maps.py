@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ridgefill_compile import hub
 from ridgefill_compile.errors import MapsError, RidgefillWarning
 from ridgefill_compile.fingerprint import Match, ModelFingerprint, Tokenizer, tokenizer_fingerprint
 from ridgefill_compile.int8 import Codes
@@ -227,6 +228,75 @@ class RidgeMaps:
         maps._check_model(model, directory)
         maps._check_tokenizer(tokenizer, directory)
         return maps
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_or_directory: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        model: nn.Module | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> RidgeMaps:
+        """As `load`, of a directory, or of a repository of the Hugging Face Hub, which is fetched once.
+
+        Args:
+            repo_or_directory: a directory if there is one of that name, else a repository such as "user/maps".
+            revision: branch, tag or commit of the repository.
+            token: for a private one; default: that of `hf auth login`.
+            cache_dir: where it is kept; default: the Hub's own cache.
+            local_files_only: take it from there, and ask nobody.
+            model: as for `load`.
+            tokenizer: as for `load`.
+
+        Raises:
+            MapsError: as `load`; or the repository is not there or cannot be reached.
+
+        Warns:
+            RidgefillWarning: as `load`.
+        """
+        maps = hub.read(
+            str(repo_or_directory),
+            cls._read,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
+        maps._check_model(model, repo_or_directory)
+        maps._check_tokenizer(tokenizer, repo_or_directory)
+        return maps
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "Upload ridge maps",
+        revision: str | None = None,
+    ) -> str:
+        """Upload the maps to a repository of their own on the Hugging Face Hub, made if need be.
+
+        They take the place of maps that it holds, and a model card of them that of its README.md.
+
+        Args:
+            repo_id: such as "user/maps".
+            private: whether a new repository is; default: the owner's.
+            token: one that may write; default: that of `hf auth login`.
+            commit_message: of the upload.
+            revision: branch to upload to, made if need be; default: the main one.
+
+        Returns:
+            What `from_pretrained` takes.
+
+        Raises:
+            MapsError: the Hub cannot be reached, or refuses.
+        """
+        return hub.push(self, repo_id, private=private, token=token, commit_message=commit_message, revision=revision)
 
     @classmethod
     def _read(cls, root: Path) -> RidgeMaps:
