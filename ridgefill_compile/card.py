@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ridgefill_compile.splitmaps import mean_figure
+from ridgefill_compile.splitmaps import HELD_OUT_DTYPE, mean_figure
 
 if TYPE_CHECKING:
     from ridgefill_compile.maps import RidgeMaps
@@ -51,7 +51,7 @@ def model_card(maps: RidgeMaps, repo: str) -> str:
         maps: what the repository holds.
         repo: its full name.
     """
-    scored = maps.calibration.get("held_out_dtype")
+    scored = maps.calibration.get(HELD_OUT_DTYPE)
     parts = [maps.at(split) for split in maps.splits]
     return _CARD.format(
         model=f"{maps.calibration.get('model', 'a decoder')} of {maps.layer_count} layers, width {maps.d_in}",

@@ -343,7 +343,7 @@ def about_maps(folder: Path) -> dict[str, Any]:
 
 def show_maps(result: dict[str, Any]) -> None:
     """Print what is known about maps for people."""
-    from ridgefill_compile.splitmaps import mean_figure
+    from ridgefill_compile.splitmaps import HELD_OUT_DTYPE, mean_figure
 
     console = Console()
     console.print(
@@ -363,8 +363,8 @@ def show_maps(result: dict[str, Any]) -> None:
             *("" if cosine is None else f"{cosine:.4f}" for cosine in cosines),
         )
     console.print(table)
-    if "held_out_dtype" in result["calibration"]:
-        console.print(f"the cosines are of the {result['calibration']['held_out_dtype']} maps they were converted from")
+    if HELD_OUT_DTYPE in result["calibration"]:
+        console.print(f"the cosines are of the {result['calibration'][HELD_OUT_DTYPE]} maps they were converted from")
 
 
 if __name__ == "__main__":

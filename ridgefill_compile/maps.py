@@ -15,11 +15,9 @@ from ridgefill_compile.errors import MapsError, RidgefillWarning
 from ridgefill_compile.fingerprint import Match, ModelFingerprint, Tokenizer, tokenizer_fingerprint
 from ridgefill_compile.int8 import Codes
 from ridgefill_compile.mapfiles import read_directory, write_directory
-from ridgefill_compile.splitmaps import SplitMaps, storage_dtype
+from ridgefill_compile.splitmaps import HELD_OUT_DTYPE, SplitMaps, storage_dtype
 
 __all__ = ["RidgeMaps", "SplitMaps"]
-
-HELD_OUT_DTYPE = "held_out_dtype"  # in `calibration` of converted maps: the dtype that their figures are of
 
 
 class RidgeMaps:

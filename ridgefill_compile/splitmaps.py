@@ -13,6 +13,7 @@ from ridgefill_compile.errors import MapsError, OptionError
 from ridgefill_compile.int8 import GROUP, Codes, dequantise, group_count, quantise
 
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
+HELD_OUT_DTYPE = "held_out_dtype"  # in `RidgeMaps.calibration` of converted maps: the dtype that their figures are of
 
 
 def storage_dtype(name: str) -> torch.dtype:
