@@ -23,6 +23,7 @@ from ridgefill_compile.passes.calls import (
     shape,
 )
 from ridgefill_compile.passes.rows import Rows, at_least, same
+from ridgefill_compile.passes.selected_rows import spread_rows
 from ridgefill_compile.recurrences.table import RECURRENCES
 
 # ---------------------------------------------------------------- elementwise
@@ -166,6 +167,8 @@ def convolution(node: Node, rows: Rows) -> Call | None:
     padding, length = given["padding"], shape(operand)[-1]
     if rows.dim != rank - 1 or not same(rows.blocks, 1) or given["stride"] != [1] or isinstance(padding, str):
         return None
+    if rows.selected is not None:
+        return None
     before = (shape(given["weight"])[-1] - 1) * dilation
     last = rows.last + before - padding[0]
     if not isinstance(last, int) or last < 1 or not at_least(length, last) or not at_least(shape(node)[-1], rows.last):
@@ -175,22 +178,36 @@ def convolution(node: Node, rows: Rows) -> Call | None:
 
 
 def attention(node: Node, rows: Rows) -> Call | None:
-    """Query rows pass; every key and value is needed. Causal attention gets the mask of its last queries."""
+    """Query rows pass; every key and value is needed. Causal attention gets the mask of its queries."""
     given = arguments(node)
     query, key, mask = given["query"], given["key"], given.get("attn_mask")
     rank = len(shape(node))
-    if rows.dim != rank - 2 or not same(rows.blocks, 1) or given.get("dropout_p", 0.0) != 0.0:
+    if given.get("dropout_p", 0.0) != 0.0:
+        return None
+    if rows.dim == 0 and rank > 3:
+        return _samples(node, rows)
+    if rows.dim != rank - 2 or not same(rows.blocks, 1):
         return None
     changes: dict[str, Any] = {"query": Need(query, rows.at(len(shape(query)) - 2))}
     if given.get("is_causal", False):
         if mask is not None:
             return None
-        changes |= {"attn_mask": CausalTail(query, key, rows.last), "is_causal": False}
+        changes |= {"attn_mask": CausalTail(query, key, rows), "is_causal": False}
     elif mask is not None:
         size = shape(mask)
         if not same(size[-2], 1):
             changes["attn_mask"] = Need(mask, rows.at(len(size) - 2))
     return rewrite(node, **changes)
+
+
+def _samples(node: Node, rows: Rows) -> Call | None:
+    """Attention of some samples: of every operand that has them."""
+    given = arguments(node)
+    names = [name for name in ("query", "key", "value", "attn_mask") if isinstance(given.get(name), Node)]
+    try:
+        return rewrite(node, **{name: broadcast(given[name], rows, shape(node)) for name in names})
+    except LookupError:
+        return None
 
 
 # ---------------------------------------------------------------- recurrences
@@ -202,7 +219,28 @@ def recurrence(node: Node, rows: Rows) -> Call | None:
     if rows.dim != known.row_dim or not same(rows.blocks, 1):
         return None
     given = arguments(node)
+    if rows.selected is not None:
+        return _outputs_in_place(node, rows) if rows.selected.batch in (None, 0) else None
     changes: dict[str, Any] = {name: Need(given[name], rows) for name in known.query_side}
     if known.outputs is not None:
         changes[known.outputs] = rows.last
+    return rewrite(node, **changes)
+
+
+def _outputs_in_place(node: Node, rows: Rows) -> Call:
+    """Outputs at selected rows, between which the state moves on: queries in their places among zeros, and outputs of
+    all rows, of which the reader takes its own.
+    """
+    known, given = RECURRENCES[node.target], arguments(node)  # type: ignore[index]
+    assert rows.selected is not None
+    whole = next(  # the scan's own rows
+        value
+        for name, value in given.items()
+        if isinstance(value, Node) and name not in known.query_side and len(shape(value)) > known.row_dim
+    )
+    index, batch = rows.selected.index, rows.selected.batch
+    changes = {
+        name: Call(spread_rows, (Need(given[name], rows), index, whole, known.row_dim, rows.last, batch))
+        for name in known.query_side
+    }
     return rewrite(node, **changes)

@@ -13,7 +13,7 @@ from ridgefill_compile.passes.rows import IntLike, Rows, same
 
 aten = torch.ops.aten
 TO_THE_END = 2**63 - 1  # what `x[a:]` traces to
-CAUSAL_TAIL = "ridgefill_causal_tail"  # meta key of an attention call whose mask is a `CausalTail`: (queries, last)
+CAUSAL_TAIL = "ridgefill_causal_tail"  # meta key of an attention call with the mask of a `CausalTail`: (queries, rows)
 
 
 class Need(NamedTuple):
@@ -24,11 +24,11 @@ class Need(NamedTuple):
 
 
 class CausalTail(NamedTuple):
-    """The mask of the last `last` queries of causal attention: query i sees keys 0..i (aligned at the top left)."""
+    """The mask of some queries of causal attention: query i sees keys 0..i (aligned at the top left)."""
 
     query: Node
     key: Node
-    last: int
+    rows: Rows
 
 
 @dataclass
@@ -104,7 +104,8 @@ def positive(dim: int, rank: int) -> int:
 
 def count(rows: Rows) -> int | None:
     """How many entries the rows are, where that is a plain number."""
-    return rows.last * rows.blocks if isinstance(rows.blocks, int) else None
+    number = rows.length * rows.blocks
+    return number if isinstance(number, int) else None
 
 
 def first_operand(node: Node, rows: Rows) -> Call:
@@ -117,13 +118,15 @@ def first_operand(node: Node, rows: Rows) -> Call:
 def reads(argument: object) -> Iterator[tuple[Node, Rows | None]]:
     """The operands in a call's arguments, with the rows that are needed of them; None: all."""
     if isinstance(argument, Need):
-        yield argument.node, argument.rows
+        spread = argument.rows.selected is not None and argument.rows.selected.spread
+        yield argument.node, None if spread else argument.rows
     elif isinstance(argument, Node):
         yield argument, None
     elif isinstance(argument, Call):
         yield from reads([*argument.args, *argument.kwargs.values()])
-    elif isinstance(argument, CausalTail):
-        return  # a mask of positions: it reads sizes, not values
+    elif isinstance(argument, CausalTail):  # a mask of positions: it reads sizes, and which rows are selected
+        if argument.rows.selected is not None:
+            yield argument.rows.selected.index, None
     elif isinstance(argument, list | tuple):
         for item in argument:
             yield from reads(item)

@@ -18,9 +18,12 @@ from torch.fx import Graph, Node
 
 from ridgefill_compile.passes.calls import Call, Need, arguments, aten, reads, rewrite, shape
 from ridgefill_compile.passes.layout_rules import reaches_the_end
-from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, at_least, at_most, covers, join
-from ridgefill_compile.passes.rules import rule_for
+from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, Selected, at_least, at_most, covers, join
+from ridgefill_compile.passes.rules import narrowed_call
+from ridgefill_compile.passes.selected_rows import take_rows
 from ridgefill_compile.recurrences.table import RECURRENCES
+
+SELECTION = "ridgefill_selection"  # meta key of a call of `take_rows`: how many last rows are read beside those
 
 
 @dataclass
@@ -96,9 +99,12 @@ def _operands(node: Node, demand: Demand, demands: Demands) -> Iterator[tuple[No
     if isinstance(demand, Rows):
         value = node.meta.get("val")
         call = None
-        if not (isinstance(value, torch.Tensor) and covers(demand, value)):
-            rule = rule_for(node)
-            call = rule(node, demand) if rule else None
+        # What stands before the selection is not known to be read in part when it is computed.
+        ahead = demand.selected is not None and node < demand.selected.index
+        if demand.selected is not None:
+            yield demand.selected.index, EVERYTHING
+        if not ahead and not (isinstance(value, torch.Tensor) and covers(demand, value)):
+            call = narrowed_call(node, demand)
             if call is None:
                 demands.blocked.append(node)
         if call is not None:
@@ -126,6 +132,8 @@ def whole_suffix(node: Node) -> Call | None:
     """
     if node.target is operator.getitem:
         return _state_of_scan(node)
+    if SELECTION in node.meta and node.target is take_rows:
+        return _selection(node)
     if node.target not in (aten.slice.Tensor, aten.select.int):
         return None
     given = arguments(node)
@@ -145,6 +153,15 @@ def whole_suffix(node: Node) -> Call | None:
     if start is None or not at_least(-1, start) or not at_least(shape(given["self"])[dim], last):
         return None  # counted from the front, it would start elsewhere in the last rows
     return rewrite(node, self=need)
+
+
+def _selection(node: Node) -> Call:
+    """Selected rows, taken out of a value of which the last rows are read as well: the first ones of what is held."""
+    value, index, dim, batch = node.args
+    assert isinstance(value, Node) and isinstance(index, Node) and isinstance(dim, int)
+    last = node.meta[SELECTION]
+    selected = Selected(index, shape(index)[-1], batch)  # type: ignore[arg-type]
+    return Call(aten.slice.Tensor, (Need(value, Rows(dim, last, 1, selected)), dim, 0, -last))
 
 
 def _state_of_scan(node: Node) -> Call | None:

@@ -21,13 +21,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ridgefill_compile.passes.attend import causal_tail_mask
+from ridgefill_compile.passes.attend import causal_mask
 from ridgefill_compile.passes.calls import CAUSAL_TAIL, TO_THE_END, Call, CausalTail, Need, aten, shape
 from ridgefill_compile.passes.demand import Demands, analyse, whole_suffix
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
 from ridgefill_compile.passes.functionalize import memory_of
-from ridgefill_compile.passes.rows import EVERYTHING, Demand, Rows, covers
-from ridgefill_compile.passes.rules import rule_for
+from ridgefill_compile.passes.rows import BLOCKS, EVERYTHING, Demand, IntLike, Rows, covers, same_rows
+from ridgefill_compile.passes.rules import narrowed_call
+from ridgefill_compile.passes.selected_rows import take_entries, take_rows, with_last
+from ridgefill_compile.recurrences.table import RECURRENCES
 
 
 def eliminate(module: GraphModule, demands: Demands | None = None) -> GraphModule:
@@ -50,7 +52,7 @@ class _Writer:
         self.demands = demands
         self.new: dict[Node, Node] = {}
         self.emit = Emitter(self.graph, fake_mode_of(old))
-        self.slices: dict[tuple[Node, int, int, str], Node] = {}
+        self.slices: dict[Any, Node] = {}
         self.inputs = set(inputs_of(old))
 
     def write(self, node: Node) -> None:
@@ -65,7 +67,7 @@ class _Writer:
             self.new[node] = self.resolve(call, like=node)
             self._narrow_shared_result(node, call)
             for tail in (a for a in (*call.args, *call.kwargs.values()) if isinstance(a, CausalTail)):
-                self.new[node].meta[CAUSAL_TAIL] = (shape(tail.query)[-2], tail.last)
+                self.new[node].meta[CAUSAL_TAIL] = (shape(tail.query)[-2], tail.rows)
         else:
             self.new[node] = self.graph.node_copy(node, lambda n: self.fetch(n, EVERYTHING))
             if node.op == "placeholder":
@@ -76,7 +78,10 @@ class _Writer:
         if call.target is not operator.getitem or node not in self.demands.calls:
             return
         need, held = call.args[0], self.demands.on(call.args[0].node)
-        if held is EVERYTHING or (isinstance(held, Rows) and held.last != need.rows.last):
+        in_place = need.rows.selected is not None and need.node.target in RECURRENCES
+        if held is EVERYTHING or in_place:
+            self.new[node] = self._take(self.new[node], need.rows)
+        elif isinstance(held, Rows) and not same_rows(held, need.rows):
             self.new[node] = self._slice(self.new[node], need.rows)
 
     def resolve(self, argument: Any, like: Node | None = None) -> Any:
@@ -87,7 +92,7 @@ class _Writer:
         if isinstance(argument, Need):
             return self.fetch(argument.node, argument.rows)
         if isinstance(argument, CausalTail):
-            return causal_tail_mask(self.emit, argument)
+            return causal_mask(self.emit, argument, self._index_with_last)
         if isinstance(argument, Node):
             return self.fetch(argument, EVERYTHING)
         if isinstance(argument, list | tuple):
@@ -99,24 +104,53 @@ class _Writer:
     def fetch(self, node: Node, wanted: Demand) -> Node:
         """The new node that holds the wanted rows of an old one: as computed, or a slice of more."""
         held = self.demands.on(node)
-        if wanted is EVERYTHING or (isinstance(held, Rows) and isinstance(wanted, Rows) and held.last == wanted.last):
-            assert wanted is not EVERYTHING or held is EVERYTHING
+        if wanted is EVERYTHING:
+            assert held is EVERYTHING
             return self.new[node]
         assert isinstance(wanted, Rows)
         if not isinstance(node.meta["val"], torch.Tensor) or covers(wanted, node.meta["val"]):
             return self.new[node]  # several results: each is sliced where it is read
-        rule = rule_for(node)
-        call = rule(node, wanted) if rule else None
+        if isinstance(held, Rows) and same_rows(held, wanted):
+            return self.new[node]
+        call = narrowed_call(node, wanted)
         if call is not None and call.target is None and isinstance(call.args[0], Need):
             return self.fetch(call.args[0].node, call.args[0].rows)  # the rows come from one operand: read them there
-        return self.last_rows(node, wanted)
+        return self.some_rows(node, wanted)
 
-    def last_rows(self, node: Node, wanted: Rows) -> Node:
-        """`node[..., -last:, ...]`, once per graph."""
-        key = (node, wanted.dim, wanted.last, str(wanted.blocks))
+    def some_rows(self, node: Node, wanted: Rows) -> Node:
+        """The wanted rows of what is held of a node, which is more; once per graph."""
+        selected = wanted.selected
+        key = (
+            node,
+            wanted.dim,
+            wanted.last,
+            str(wanted.blocks),
+            selected and (selected.index, selected.batch, selected.each),
+        )
         if key not in self.slices:
-            self.slices[key] = self._slice(self.new[node], wanted)
+            cut = self._slice if wanted.selected is None else self._take
+            self.slices[key] = cut(self.new[node], wanted)
         return self.slices[key]
+
+    def _take(self, value: Node, wanted: Rows) -> Node:
+        """Wanted rows of a whole value."""
+        selected = wanted.selected
+        if selected is None:
+            return self._slice(value, wanted)
+        sequences = selected.batch is not None
+        length = shape(value)[wanted.dim] // (wanted.blocks * selected.each)
+        index = self._index_with_last(selected.index, length, wanted.last // selected.each)
+        if selected.batch == BLOCKS or selected.each != 1:
+            return self.emit(take_entries, value, index, wanted.dim, selected.each, sequences, like=value)
+        return self.emit(take_rows, value, index, wanted.dim, selected.batch, like=value)
+
+    def _index_with_last(self, index: Node, length: IntLike, last: int) -> Node:
+        """Positions of selected and last rows; once per graph."""
+        key = ("index", index, str(length), last)
+        if key not in self.emit.memo:
+            new = self.fetch(index, EVERYTHING)
+            self.emit.memo[key] = self.emit(with_last, new, self.emit.size(length), last)
+        return self.emit.memo[key]
 
     def _slice(self, value: Node, wanted: Rows) -> Node:
         dim, blocks = wanted.dim, wanted.blocks

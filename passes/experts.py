@@ -19,7 +19,7 @@ on whatever rows its operands have by then. What cannot be proved stays as it is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -118,11 +118,19 @@ class Region:
         if rows.dim != 0 or any(per and entries % per for per in self.entries_per_row):
             return None
         operands: list[Any] = list(node.args)
+        if rows.selected is not None and any(per and rows.selected.each % per for per in self.entries_per_row):
+            return None
         args = [
-            Need(operand, Rows(0, entries // per, rows.blocks)) if per else operand
+            Need(operand, _for_entries(rows, per)) if per else operand
             for operand, per in zip(operands, self.entries_per_row, strict=True)
         ]
         return Call(self, tuple(args))
+
+
+def _for_entries(rows: Rows, per: int) -> Rows:
+    """Rows of an operand that has `per` entries each."""
+    selected = rows.selected and replace(rows.selected, each=rows.selected.each // per)
+    return Rows(0, rows.last // per, rows.blocks, selected)
 
 
 # ---------------------------------------------------------------- finding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ridgefill_compile.passes.calls import (
     rewrite,
     shape,
 )
-from ridgefill_compile.passes.rows import IntLike, Rows, at_least, plain, same
+from ridgefill_compile.passes.rows import BLOCKS, IntLike, Rows, at_least, plain, same
 from ridgefill_compile.recurrences.table import RECURRENCES
 
 # ---------------------------------------------------------------- shapes
@@ -53,14 +54,40 @@ def same_rows_in(rows: Rows, result: Sequence[IntLike], source: Sequence[IntLike
     for dim in range(len(source)):
         before = product(source[:dim])
         if same(before, outer) and same(source[dim], length):
-            return Rows(dim, rows.last)
+            return _selecting(rows, Rows(dim, rows.last), result, source)
         blocks = outer if same(before, 1) else outer // before
         if not same(before * blocks, outer):
             continue
         last = scaled(rows.last, source[dim], blocks * length)
         if last is not None and same(source[dim] // blocks * blocks, source[dim]):
-            return Rows(dim, last, blocks)
+            return _selecting(rows, Rows(dim, last, blocks), result, source)
     return None
+
+
+def _selecting(rows: Rows, found: Rows, result: Sequence[IntLike], source: Sequence[IntLike]) -> Rows | None:
+    """Rows of a reshaped value's source, with those that were selected of the value.
+
+    Positions count from the start of a sequence; so all that lies before the rows must be the sequences.
+    """
+    if rows.selected is None:
+        return found
+    each = scaled(rows.selected.each, found.last, rows.last) if found.last != rows.last else rows.selected.each
+    if each is None:
+        return None
+    selected = replace(rows.selected, each=each)
+    if selected.batch is None:
+        outer = product(source[: found.dim]) * found.blocks
+        return replace(found, selected=selected) if same(outer, 1) or same(found.blocks, 1) else None
+    sequences = rows.blocks if selected.batch == BLOCKS else result[selected.batch]  # type: ignore[index]
+    if same(found.blocks, 1):
+        places = [dim for dim in range(found.dim) if not same(source[dim], 1)]
+        at = [dim for dim in places if same(source[dim], sequences)]
+        before = product(result[: rows.dim]) if selected.batch == BLOCKS else product(result[: selected.batch])  # type: ignore[index]
+        alone = [dim for dim in at if same(product(source[:dim]), before)]
+        return replace(found, selected=replace(selected, batch=alone[0])) if alone else None
+    if not same(found.blocks, sequences) or not same(product(source[: found.dim]), 1):
+        return None
+    return replace(found, selected=replace(selected, batch=BLOCKS))
 
 
 def scaled(last: int, size: IntLike, other: IntLike) -> int | None:
@@ -191,6 +218,8 @@ def slice_(node: Node, rows: Rows) -> Call | None:
         return first_operand(node, rows)
     if given["step"] != 1 or not same(rows.blocks, 1) or not at_least(shape(node)[dim], rows.last):
         return None
+    if rows.selected is not None:
+        return None
     if reaches_the_end(node):
         return Call(None, (Need(operand, rows),))
     size, end = shape(operand)[dim], given["end"].meta["val"] if isinstance(given["end"], Node) else given["end"]
@@ -223,7 +252,7 @@ def select_scatter(node: Node, rows: Rows) -> Call | None:
 
 def _behind(node: Node, rows: Rows, end: int) -> Call | None:
     """The last rows, if nothing from `end` on is written."""
-    if not same(rows.blocks, 1) or not at_least(shape(node)[rows.dim], rows.last + end):
+    if not same(rows.blocks, 1) or rows.selected is not None or not at_least(shape(node)[rows.dim], rows.last + end):
         return None
     return Call(None, (Need(arguments(node)["self"], rows),))
 
@@ -263,6 +292,8 @@ def cat(node: Node, rows: Rows) -> Call | None:
         whole = [t for t in tensors if len(shape(t)) == len(shape(node))]  # torch lets an empty [0] join anything
         return rewrite(node, tensors=[Need(t, rows) for t in whole])
     last = tensors[-1]
+    if rows.selected is not None:
+        return None
     if len(shape(last)) != len(shape(node)) or not same(rows.blocks, 1) or not at_least(shape(last)[dim], rows.last):
         return None
     if last.meta["val"].dtype != node.meta["val"].dtype:
@@ -311,6 +342,8 @@ def repeat(node: Node, rows: Rows) -> Call | None:
         return None
     if times == 1:
         return first_operand(node, rows.at(dim))
+    if rows.selected is not None:
+        return None
     blocks = rows.blocks // times if times > 0 else 0
     if times < 1 or not same(blocks * times, rows.blocks):
         return None
@@ -328,7 +361,7 @@ def pad(node: Node, rows: Rows) -> Call | None:
     if before == 0 and after == 0:
         return first_operand(node, rows)
     plainly = isinstance(before, int) and isinstance(after, int) and before >= 0
-    constant = given.get("mode", "constant") == "constant"
+    constant = given.get("mode", "constant") == "constant" and rows.selected is None
     inner = rows.last - after if plainly else 0
     if not (constant and inner > 0 and same(rows.blocks, 1) and at_least(shape(operand)[rows.dim], inner)):
         return None

@@ -8,6 +8,10 @@ Every reader of x_l reads x~_l. This graph *is* the definition of the fill; it i
 it fast. A `cat` of two ranges of rows says what `where(row < N - T, ..)` would, in a form whose meaning needs no proof:
 that x_l is read on its last T rows only follows from the rules of `slice` and `cat`, which every other model uses too.
 
+Where rows of the prefix are selected to stay exact, at positions `index`, the prediction holds their true input:
+
+    x~_l = cat([put_rows(A_l x_S[:, :N-T] + b_l,  index,  take_rows(x_l, index)),  x_l[:, N-T:]], rows)
+
 Layer S itself needs no map: its input is the split state, exact on every row.
 
 | route    | what prefix rows of late layer l > S read                                             |
@@ -31,9 +35,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.calls import TO_THE_END, arguments, aten, shape
-from ridgefill_compile.passes.demand import has_effect
+from ridgefill_compile.passes.demand import SELECTION, has_effect
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
 from ridgefill_compile.passes.locate import Located
+from ridgefill_compile.passes.select_rows import select_rows
+from ridgefill_compile.passes.selected_rows import put_rows, take_rows
+from ridgefill_compile.selectors import Selector
 
 
 class Maps(Protocol):
@@ -48,12 +55,13 @@ class Maps(Protocol):
 
 @dataclass(frozen=True)
 class Fill:
-    """What to fill: the route, the split, the tail, and the maps of a ridge route."""
+    """What to fill: the route, the split, the tail, the maps of a ridge route, and what selects rows to keep exact."""
 
     route: str
     split: int
     tail: int
     maps: Maps | None = None
+    selectors: tuple[Selector, ...] = ()
 
 
 def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
@@ -76,6 +84,8 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
     split_state = copies[late[0].input]
     truth = _twin(graph, inputs_of(graph)) if fill.route == "oracle" else {}
     router = _Router(emit, located, fill, split_state, truth)
+    if fill.selectors:
+        router.selected = select_rows(emit, copies, located, fill.split, fill.tail, fill.selectors)
     for layer in late[1:]:
         router.replace(layer.index, copies[layer.input])
     if fill.route == "none":
@@ -94,6 +104,7 @@ class _Router:
         self.emit, self.located, self.fill, self.truth = emit, located, fill, truth
         self.split_state = split_state
         self.tensors: dict[str, torch.Tensor] = {}
+        self.selected: Node | None = None  # positions of prefix rows that stay exact
         self._split_prefix: Node | None = None
 
     def replace(self, layer: int, value: Node) -> None:
@@ -109,13 +120,22 @@ class _Router:
                 "choose another split",
             )
         readers = list(value.users)
-        after = max(value, self.split_state)
+        after = max(node for node in (value, self.split_state, self.selected) if node is not None)
         with self.emit.graph.inserting_before(after.next):
             predicted = self.prediction(layer, value)
+            if self.selected is not None:
+                predicted = self._keep_selected(predicted, value, self.selected)
             exact = self.rows(value, -self.fill.tail, TO_THE_END)
             merged = self.emit(aten.cat.default, [predicted, exact], self.located.row_dim, like=value)
         for reader in readers:
             reader.replace_input_with(value, merged)
+
+    def _keep_selected(self, predicted: Node, value: Node, index: Node) -> Node:
+        """The prediction with the true input on selected rows."""
+        dim, batch = self.located.row_dim, None if len(shape(index)) == 1 else 0
+        exact = self.emit(take_rows, value, index, dim, batch, like=value)
+        exact.meta[SELECTION] = self.fill.tail
+        return self.emit(put_rows, predicted, index, exact, dim, batch, like=value)
 
     def prediction(self, layer: int, value: Node) -> Node:
         """Prefix rows of the layer's input, [batch, N - T, d_out]."""

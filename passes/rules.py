@@ -17,6 +17,8 @@ Pointwise ops are recognised by `torch.Tag.pointwise`; everything else is one li
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,7 +37,7 @@ from ridgefill_compile.passes.arithmetic_rules import (
     recurrence,
     reduction,
 )
-from ridgefill_compile.passes.calls import Call, Rule, aten, first_operand
+from ridgefill_compile.passes.calls import Call, CausalTail, Need, Rule, aten, first_operand, shape
 from ridgefill_compile.passes.layout_rules import (
     cat,
     embedding,
@@ -93,6 +95,55 @@ def rule_for(node: Node) -> Rule | None:
     if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
         return pointwise
     return None
+
+
+def narrowed_call(node: Node, rows: Rows, rule: Rule | None = None) -> Call | None:
+    """The call that computes just these rows of a node, as its op's rule (or `rule`) says; None: it cannot tell.
+
+    Where rows are selected for each sequence apart, the rule is asked a second time, for one sequence: so it says where
+    an operand's sequences are.
+    """
+    rule = rule or rule_for(node)
+    call = rule(node, rows) if rule is not None else None
+    batch = rows.selected.batch if rows.selected is not None else None
+    if rule is None or call is None or not isinstance(batch, int) or rule in OWN_SEQUENCES:
+        return call
+    sequences = rule(node, Rows(batch, 1))
+    if sequences is None:
+        return None
+    try:
+        found: Call = with_sequences(call, sequences, node, batch)
+    except LookupError:
+        return None
+    return found
+
+
+def with_sequences(argument: Any, other: Any, node: Node, batch: int) -> Any:
+    """A narrowed call whose operands know their sequences: `other` is the same call, narrowed to one of them.
+
+    Raises:
+        LookupError: an operand has the rows and not the sequences, and it is not known how it is spread over them.
+    """
+    again = partial(with_sequences, node=node, batch=batch)
+    if isinstance(argument, Call):
+        args = again(argument.args, other.args)
+        kwargs = {name: again(value, other.kwargs[name]) for name, value in argument.kwargs.items()}
+        return Call(argument.target, args, kwargs)
+    if isinstance(argument, CausalTail):
+        assert argument.rows.selected is not None
+        selected = replace(argument.rows.selected, batch=0)
+        return argument._replace(rows=replace(argument.rows, selected=selected))
+    if not isinstance(argument, Need):
+        return [*map(again, argument, other)] if isinstance(argument, list | tuple) else argument
+    assert argument.rows.selected is not None
+    if isinstance(other, Need):
+        selected = replace(argument.rows.selected, batch=other.rows.dim)
+    elif rule_for(node) in SPREADING:
+        place = batch - (len(shape(node)) - len(shape(argument.node)))
+        selected = replace(argument.rows.selected, batch=place, spread=True)
+    else:
+        raise LookupError
+    return Need(argument.node, replace(argument.rows, selected=selected))
 
 
 def _table() -> dict[Any, Rule]:
@@ -169,3 +220,6 @@ def _table() -> dict[Any, Rule]:
 
 
 RULES: dict[Any, Rule] = _table()
+
+OWN_SEQUENCES = (reshape, recurrence)  # rules that find the sequences themselves
+SPREADING = (pointwise, matmul, attention)  # rules of ops that spread operands as broadcasting does

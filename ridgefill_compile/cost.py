@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from ridgefill_compile.passes.calls import CAUSAL_TAIL, arguments, aten, shape
 from ridgefill_compile.passes.experts import Region
+from ridgefill_compile.passes.rows import Rows
 from ridgefill_compile.passes.shuffled import GROUPED_PRODUCTS
 from ridgefill_compile.recurrences.table import RECURRENCES
 
@@ -107,9 +108,13 @@ def _attention(node: Node) -> sympy.Expr:
     return _product(query[:-2]) * pairs * (expression(query[-1]) + expression(value[-1]))
 
 
-def _tail_pairs(queries: int | torch.SymInt, last: int) -> sympy.Expr:
-    """Pairs of query and key of the last queries of causal attention."""
-    return last * expression(queries) - sympy.Integer(last * (last - 1) // 2)
+def _tail_pairs(queries: int | torch.SymInt, rows: Rows) -> sympy.Expr:
+    """Pairs of query and key of some queries of causal attention; selected ones as if spread evenly over the prefix."""
+    last, total = rows.last, expression(queries)
+    pairs = last * total - sympy.Integer(last * (last - 1) // 2)
+    if rows.selected is not None:
+        pairs += expression(rows.selected.count) * (total - last + 1) / 2
+    return pairs
 
 
 def _einsum(node: Node) -> sympy.Expr:

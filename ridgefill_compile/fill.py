@@ -25,6 +25,7 @@ from ridgefill_compile.passes.outputs import check_late_states, check_wanted_row
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
+from ridgefill_compile.selectors import parse_rows
 
 LEAST_GAIN = 1.02  # a fill that saves less than this share of multiply-adds is not worth its approximation
 
@@ -103,7 +104,7 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
     if maps is not None and options.route == "ridge":
         maps = maps.at(split)
         check_maps(maps, located, options, [x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-        return Fill("ridge", split, options.tail, maps)
+        return Fill("ridge", split, options.tail, maps, parse_rows(options.rows))
     if located.tokens.op == "placeholder" and "inputs_embeds" not in located.tokens.meta.get(ARGUMENT, ""):
         raise CannotFill(
             "the graph begins in the middle of the model, so its layers cannot be numbered",
@@ -115,7 +116,7 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
             f"split {split} leaves no late layer: {layers} layers were found that write states",
             hint=f"choose a split below {layers}; if the model has more, something leads around its residual stream",
         )
-    return Fill(options.route, split, options.tail)
+    return Fill(options.route, split, options.tail, selectors=parse_rows(options.rows))
 
 
 def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: list[torch.Tensor]) -> None:

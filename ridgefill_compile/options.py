@@ -11,6 +11,7 @@ from typing import Any
 
 from ridgefill_compile.errors import OptionError
 from ridgefill_compile.maps import RidgeMaps
+from ridgefill_compile.selectors import count_of, parse_rows
 
 ROUTES = ("exact", "lossless", "none", "identity", "ridge", "oracle")
 INNER_COMPILERS = ("inductor", "eager", "aot_eager")
@@ -28,6 +29,7 @@ class Options:
             "identity" (the split state), "ridge" (its map), "oracle" (the true input).
         split: first late layer; layers `0..split-1` run exactly on every row. Default: the maps' own.
         tail: last prompt rows that run every layer exactly.
+        rows: what selects prefix rows to run every layer exactly, too: "pooled:0.1", or selectors (`selectors.py`).
         min_fill: fewest prefix rows worth filling; shorter prompts run the stock graph.
         strict: raise `CannotFill` instead of running exactly with a reason.
         inner: compiler that lowers the rewritten graph.
@@ -42,6 +44,7 @@ class Options:
     route: str = "ridge"
     split: int | None = None
     tail: int = 512
+    rows: Any = None
     min_fill: int = 256
     strict: bool = False
     inner: str = "inductor"
@@ -93,6 +96,7 @@ class Options:
             raise OptionError(f"option 'maps' must be a directory or RidgeMaps, not {self.maps!r}")
         if self.maps == "":
             raise OptionError("option 'maps' is empty: pass a directory or RidgeMaps")
+        self._check_rows()
         if self.mode is not None:
             _one_of("mode", self.mode, _modes())
         if self.mode is not None and self.inner != "inductor":
@@ -104,6 +108,14 @@ class Options:
             )
         if self.route in ("none", "identity", "oracle") and self.split is None and self.maps is None:
             raise OptionError(f"route {self.route!r} needs a split: pass options={{'split': first_late_layer}}")
+
+
+    def _check_rows(self) -> None:
+        for selector in parse_rows(self.rows):
+            if count_of(selector.share, self.min_fill) < 1:
+                raise OptionError(f"option 'rows': {selector.share} of min_fill = {self.min_fill} rows is no row")
+        if self.rows is not None and self.route in ("exact", "lossless"):
+            raise OptionError(f"option 'rows' selects rows of a fill, and route {self.route!r} fills none")
 
 
 def _modes() -> tuple[str, ...]:

@@ -203,7 +203,7 @@ class Square:
         if isinstance(argument, Call):
             return argument.target(*self._given(argument.args, whole), **self._given(argument.kwargs, whole))
         if isinstance(argument, CausalTail):
-            return causal_tail(self.real[argument.query], self.real[argument.key], argument.last)
+            return causal_tail(self.real[argument.query], self.real[argument.key], argument.rows.last)
         if isinstance(argument, Node):
             return self.real[argument]
         if isinstance(argument, list | tuple):

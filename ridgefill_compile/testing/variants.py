@@ -25,6 +25,7 @@ from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.plan import plan
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
+from ridgefill_compile.selectors import Selector
 
 
 class RandomMaps:
@@ -54,6 +55,7 @@ class Variants:
 
     Attributes:
         ways: name -> (route, whether rows are eliminated).
+        selectors: of prefix rows that stay exact.
         verified: whether every graph is verified, which takes longer than all else.
         graphs: name -> rewritten graph, of the last compiled prompt.
         captured, routed, narrowed: what the passes made of that prompt's graph, before it is written out to run.
@@ -72,6 +74,7 @@ class Variants:
             "eliminated": ("ridge", True),
         }
     )
+    selectors: tuple[Selector, ...] = ()
     verified: bool = True
     graphs: dict[str, GraphModule] = field(default_factory=dict)
     captured: GraphModule | None = None
@@ -122,7 +125,7 @@ class Variants:
         check_late_states(captured.graph, located, self.split, self.tail)
         self.graphs = {"exact": expand(captured)}
         for name, (way, eliminated) in self.ways.items():
-            fill = Fill(way, self.split, self.tail, RandomMaps(located, self.split))
+            fill = Fill(way, self.split, self.tail, RandomMaps(located, self.split), self.selectors)
             routed = self.routed[name] = route(captured, located, fill)
             self._verify(routed, captured, "route")
             self.narrowed[name] = eliminate(routed) if eliminated else routed

@@ -45,8 +45,8 @@ KNOWN_GAPS: dict[Any, tuple[str, set[Role]]] = {
         {(-3, ""), (-2, ""), (-2, "blocks"), (-1, ""), (-1, "blocks")},
     ),
     aten.scaled_dot_product_attention.default: (
-        "samples, heads and entries of values; query rows in blocks",
-        {(-4, ""), (-3, ""), (-3, "blocks"), (-2, "blocks"), (-1, ""), (-1, "blocks")},
+        "heads and entries of values; query rows in blocks; samples of three dimensions",
+        {(-3, ""), (-3, "blocks"), (-2, "blocks"), (-1, ""), (-1, "blocks")},
     ),
     aten.view.default: (_APART, {(-3, "blocks"), (-2, "blocks"), (-1, "blocks")}),
     aten.reshape.default: (_APART, {(-3, "blocks"), (-2, "blocks"), (-1, "blocks")}),

@@ -1,0 +1,193 @@
+"""The rows that stay exact, selected inside the graph: from the attention of layers below the split, or from the ids.
+
+Adds one value, the positions of the selected rows: int64 [count], or [batch, count] where each sequence has its own.
+Their number is a function of the prompt's length alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ridgefill_compile.passes.calls import arguments, aten, positive, shape
+from ridgefill_compile.passes.emit import Emitter, inputs_of
+from ridgefill_compile.passes.functionalize import CASTS
+from ridgefill_compile.passes.inline import inline
+from ridgefill_compile.passes.locate import Located
+from ridgefill_compile.passes.rows import same
+from ridgefill_compile.selectors import LayerAttention, Prompt, Selector, choose
+
+ATTENTION = aten.scaled_dot_product_attention.default
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
+LAID_OUT = (
+    *CASTS, aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.transpose.int, aten.expand.default,
+    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.permute.default, aten.slice.Tensor,
+)  # fmt: skip
+
+
+def select_rows(
+    emit: Emitter,
+    copies: Mapping[Node, Node],
+    located: Located,
+    split: int,
+    tail: int,
+    selectors: Sequence[Selector],
+    tokens: Mapping[str, Node] | None = None,
+) -> Node:
+    """Add the positions of the rows that selectors choose, right behind the split state.
+
+    Args:
+        emit: writes the graph that `copies` are nodes of.
+        copies: node of the located graph -> its copy.
+        located: anatomy of the graph.
+        split: first late layer.
+        tail: last prompt rows, which are exact anyway.
+        selectors: of which rows to keep.
+        tokens: the tokenizer's table, as nodes.
+
+    Raises:
+        CannotFill: a selector needs what the graph does not hold.
+    """
+    state = copies[located.layers[split].input]
+    found = [_Parts(copies, located, layer) for layer in range(split)]
+    layers = [parts for parts in found if parts.is_known]
+    ids = _token_ids(located, copies)
+    valid = _valid_rows(emit, located)
+    operands = _Operands()
+    places = [{name: operands.add(node) for name, node in parts.nodes.items()} for parts in layers]
+    known = {name: operands.add(node) for name, node in (("state", state), ("ids", ids), ("valid", valid)) if node}
+    tables = {name: operands.add(node) for name, node in (tokens or {}).items()}
+    one_index = not _has_sequences(state, located)
+
+    def index(*values: Any) -> torch.Tensor:
+        attention = tuple(
+            parts.attention({name: values[place] for name, place in at.items()})
+            for parts, at in zip(layers, places, strict=True)
+        )
+        split_state = values[known["state"]]
+        rows = split_state.shape[located.row_dim]
+        given = values[known["ids"]] if "ids" in known else None
+        mask = values[known["valid"]] if "valid" in known else None
+        prompt = Prompt(
+            batch=1 if one_index else split_state.shape[0],
+            rows=rows,
+            prefix=rows - tail,
+            device=split_state.device,
+            ids=given if given is None or given.dim() == 2 else given.unsqueeze(0),
+            valid=None if mask is None else mask[:, -rows:] != 0,
+            attention=attention,
+            tokens={name: values[place] for name, place in tables.items()},
+        )
+        chosen = choose(prompt, selectors)
+        return chosen[0] if one_index else chosen
+
+    after = max([state, *operands.nodes])
+    with emit.graph.inserting_before(after.next):
+        (result,) = inline(emit, index, operands.nodes)
+    return result
+
+
+def _has_sequences(state: Node, located: Located) -> bool:
+    """Whether the split state holds several sequences, each with rows of its own to select."""
+    return located.row_dim > 0 and not same(shape(state)[0], 1)
+
+
+class _Operands:
+    """Nodes that a function is traced on, each once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def add(self, node: Node) -> int:
+        """The node's place among the operands."""
+        if node not in self.nodes:
+            self.nodes.append(node)
+        return self.nodes.index(node)
+
+
+class _Parts:
+    """The nodes that one layer's attention is made of."""
+
+    def __init__(self, copies: Mapping[Node, Node], located: Located, layer: int) -> None:
+        self.layer, self.rows = layer, located.rows
+        self.nodes: dict[str, Node] = {}
+        self.settings: dict[str, Any] = {}
+        first, end = located.layers[layer].input, located.layers[layer + 1].input
+        within: list[Node] = []
+        node = first.next
+        while node is not end and node.op != "output":
+            within.append(node)
+            node = node.next
+        calls = [node for node in within if node.target is ATTENTION]
+        softmaxes = [node for node in within if node.target in SOFTMAX and self._is_attention(node)]
+        if len(calls) == 1:
+            self._take_call(calls[0], copies)
+        elif not calls and len(softmaxes) == 1:
+            self.nodes = {"weights_of": copies[softmaxes[0]]}
+            self.settings = {"causal": False, "scale": None, "columns": "first"}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the layer has attention whose weights can be told."""
+        return bool(self.nodes)
+
+    def _is_attention(self, node: Node) -> bool:
+        size = shape(node)
+        return len(size) == 4 and same(size[-1], self.rows) and same(size[-2], self.rows)
+
+    def _take_call(self, call: Node, copies: Mapping[Node, Node]) -> None:
+        given = arguments(call)
+        query, key, mask = given["query"], given["key"], given.get("attn_mask")
+        columns = self._columns(key)
+        if columns is None or len(shape(query)) != 4:
+            return
+        self.settings = {"causal": bool(given.get("is_causal", False)), "scale": given.get("scale")}
+        self.nodes = {"query": copies[query], "key": copies[key]}
+        if mask is not None:
+            self.nodes["mask"] = copies[mask]
+        if isinstance(columns, Node):
+            self.nodes["columns"] = copies[columns]
+        else:
+            self.settings["columns"] = columns
+
+    def _columns(self, key: Node) -> str | Node | None:
+        """Where the prompt's own rows are among the keys."""
+        if same(shape(key)[-2], self.rows):
+            return "first"
+        while key.target in LAID_OUT:
+            assert isinstance(key.args[0], Node)
+            key = key.args[0]
+        if key.target is aten.cat.default:
+            tensors, dim = arguments(key)["tensors"], positive(arguments(key)["dim"], len(shape(key)))
+            return "last" if same(shape(tensors[-1])[dim], self.rows) else None
+        if key.target is aten.index_copy.default and same(shape(arguments(key)["index"])[0], self.rows):
+            position = arguments(key)["index"]
+            assert isinstance(position, Node)
+            return position
+        return None
+
+    def attention(self, values: Mapping[str, torch.Tensor]) -> LayerAttention:
+        """With the values of the nodes."""
+        given: dict[str, Any] = {"query": None, "key": None, "mask": None, **self.settings, **values}
+        return LayerAttention(layer=self.layer, **given)
+
+
+def _token_ids(located: Located, copies: Mapping[Node, Node]) -> Node | None:
+    """Ids [batch, rows] or [rows] of the prompt; None where the graph begins with embeddings."""
+    if located.tokens.target is not aten.embedding.default:
+        return None
+    ids = arguments(located.tokens)["indices"]
+    return copies[ids] if isinstance(ids, Node) and same(shape(ids)[-1], located.rows) else None
+
+
+def _valid_rows(emit: Emitter, located: Located) -> Node | None:
+    """The padding mask [batch, keys] that the model was called with, if it was."""
+    for node in inputs_of(emit.graph):
+        value = node.meta.get("val")
+        named = "attention_mask" in str(node.meta.get("ridgefill_argument", ""))
+        if named and isinstance(value, torch.Tensor) and value.dim() == 2:
+            return node
+    return None

@@ -1,0 +1,297 @@
+"""Which prefix rows stay exact in every layer, like the tail: scores from values that the graph holds anyway.
+
+A selector is a share of the prefix and a function `scores(prompt) -> [batch, prefix]`: the rows with the highest scores
+are kept exact, ties to the lower row. It is traced into the compiled graph, so it is plain torch on tensors whose
+length may be symbolic, without reading values on the host. One of your own is ten lines:
+
+    @dataclass(frozen=True)
+    class EverySoOften:
+        share: float = 0.1
+
+        def scores(self, prompt):
+            row = torch.arange(prompt.prefix, device=prompt.device)
+            return (row % 10 == 0).float().expand(prompt.batch, -1)
+
+    model.compile(backend="ridgefill", options={"maps": "maps/", "rows": EverySoOften()})
+
+Selectors are composed: of `"pooled:0.05+attention:0.05"` the first takes its share, the next its own of what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ridgefill_compile.errors import CannotFill, OptionError
+
+READERS = 64
+"""Prompt rows whose attention ranks the prefix."""
+
+STUDIED_LAYERS = (3, 7, 11, 15)
+"""Of the layers below the split, those whose attention the reference study sums (paper, table 5)."""
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """Attention of one layer below the split, on true values.
+
+    Attributes:
+        layer: counted from 0.
+        query: [batch, heads, rows, head size].
+        key: [batch, heads or fewer, keys, head size].
+        mask: bool (True: seen) or additive, broadcasting against [batch, heads, rows, keys]; None: no mask.
+        causal: row i sees keys 0..i.
+        scale: of the products; None: 1 / sqrt(head size).
+        columns: where the prompt's own rows are among the keys: "first", "last", or their positions, int64 [rows].
+        weights_of: where a model computes them itself: [batch, heads, rows, keys], after the softmax.
+    """
+
+    layer: int
+    query: Tensor | None
+    key: Tensor | None
+    mask: Tensor | None
+    causal: bool
+    scale: float | None
+    columns: Any = "first"
+    weights_of: Tensor | None = None
+
+    def weights(self, start: int, end: int | None) -> Tensor:
+        """Attention weights of prompt rows `start:end`, float32 [batch, heads, end - start, keys]."""
+        if self.weights_of is not None:
+            return self.weights_of[..., start:end, :].float()
+        assert self.query is not None and self.key is not None
+        key, rows = self.key, self.query.shape[-2]
+        groups = self.query.shape[1] // key.shape[1]
+        if groups > 1:
+            key = key.repeat_interleave(groups, 1)
+        query = self.query[..., start:end, :]
+        scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = (query @ key.transpose(-1, -2)).float() * scale
+        if self.causal:
+            row = torch.arange(rows, device=key.device)[start:end]
+            hidden = torch.arange(key.shape[-2], device=key.device) > row.unsqueeze(1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        if self.mask is not None:
+            mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., start:end, :]
+            seen = mask.dtype == torch.bool
+            scores = scores.masked_fill(mask.logical_not(), -torch.inf) if seen else scores + mask.float()
+        return scores.softmax(-1).nan_to_num(0.0)  # rows of padding see nothing
+
+    def on_prefix(self, weights: Tensor, rows: int, prefix: int) -> Tensor:
+        """Of attention weights, the columns of prefix rows: [.., prefix]."""
+        if isinstance(self.columns, Tensor):
+            return weights.index_select(-1, self.columns[:prefix])
+        if self.columns == "last":
+            return weights[..., -rows:][..., :prefix]
+        return weights[..., :prefix]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a selector may look at.
+
+    Attributes:
+        batch, rows, prefix: sequences; prompt rows of each; those of them before the tail.
+        device: of the split state.
+        ids: token ids [batch, rows]; None where the model was given embeddings.
+        valid: rows that are not padding, bool [batch, rows]; None: all, as far as is known.
+        first: position of the first row: 0, or the rows of a former turn.
+        attention: of the layers below the split that have any, in order.
+        tokens: the tokenizer's table, saved with the maps: name -> tensor [vocabulary].
+    """
+
+    batch: int
+    rows: int
+    prefix: int
+    device: torch.device
+    ids: Tensor | None = None
+    valid: Tensor | None = None
+    first: int = 0
+    attention: tuple[LayerAttention, ...] = ()
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def read_by(self, start: int, end: int | None, layers: Sequence[int] | None = None) -> list[Tensor]:
+        """Attention of prompt rows `start:end` to the prefix in each of some layers, [batch, heads, end - start,
+        prefix]; by default the layers of the reference study, or all where none of those is there.
+
+        Raises:
+            CannotFill: no layer below the split has attention whose weights can be computed.
+        """
+        wanted = STUDIED_LAYERS if layers is None else tuple(layers)
+        found = [each for each in self.attention if each.layer in wanted] or list(self.attention)
+        if not found:
+            raise CannotFill(
+                "rows are to be selected by attention, and no layer below the split has attention in one call",
+                hint="load the model with attn_implementation='sdpa', raise the split, or choose another selector",
+            )
+        return [each.on_prefix(each.weights(start, end), self.rows, self.prefix) for each in found]
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """See the module: `share` of the prefix is kept, the rows that score highest."""
+
+    @property
+    def share(self) -> float:
+        """Of the prefix rows, between 0 and 1."""
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix], any dtype; the higher the sooner it is kept."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Rows that get most attention from the last prompt rows, summed over heads, readers and layers (paper, "+ rows").
+
+    A value error `e` of row j moves the output of reader i by exactly `a_ij e`.
+    """
+
+    share: float = 0.1
+    readers: int = READERS
+    layers: tuple[int, ...] | None = None
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix]"""
+        return torch.stack([w.sum((1, 2)) for w in prompt.read_by(-self.readers, None, self.layers)]).sum(0)
+
+
+@dataclass(frozen=True)
+class QuestionBlind:
+    """The control to `Attention`: read by the rows before the tail, which do not know the question."""
+
+    share: float = 0.1
+    readers: int = READERS
+    layers: tuple[int, ...] | None = None
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix]"""
+        end = prompt.prefix
+        read = prompt.read_by(end - self.readers, end, self.layers)
+        return torch.stack([w.sum((1, 2)) for w in read]).sum(0)
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Each row's largest attention over heads, readers and layers, and that of its neighbours.
+
+    A sum drowns one head's sharp look in every head's habits. And what is looked up, a number say, is read token by
+    token: so a row counts as much as the best of the `pool` rows around it.
+    """
+
+    share: float = 0.1
+    readers: int = READERS
+    layers: tuple[int, ...] | None = None
+    pool: int = 31
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix]"""
+        read = prompt.read_by(-self.readers, None, self.layers)
+        best = torch.stack([w.amax((1, 2)) for w in read]).amax(0)
+        return torch.nn.functional.max_pool1d(best.unsqueeze(1), self.pool, 1, self.pool // 2).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Random:
+    """The control to every other: as many rows, by a hash of seed and position."""
+
+    share: float = 0.1
+    seed: int = 0
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix]"""
+        row = torch.arange(prompt.prefix, device=prompt.device) + prompt.first
+        return scrambled(row, self.seed).expand(prompt.batch, -1)
+
+
+def scrambled(number: Tensor, seed: int) -> Tensor:
+    """A hash of whole numbers, int64 in [0, 2^31): the same on every machine (a multiplicative hash, twice)."""
+    mixed = (number + (seed * 0x9E3779B1) % 2**31) % 2**31
+    for factor in (0x2C1B3C6D, 0x297A2D39):
+        mixed = ((mixed ^ (mixed >> 15)) * factor) % 2**31
+    return mixed ^ (mixed >> 15)
+
+
+@dataclass(frozen=True)
+class LongerTail:
+    """The control of equal cost: the last rows of the prefix, as if the tail were longer."""
+
+    share: float = 0.1
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix]"""
+        return torch.arange(prompt.prefix, device=prompt.device).expand(prompt.batch, -1)
+
+
+SELECTORS: dict[str, Callable[[float], Sequence[Selector]]] = {
+    "attention": lambda share: [Attention(share)],
+    "pooled": lambda share: [Pooled(share)],
+    "mixed": lambda share: [Pooled(share / 2), Attention(share / 2)],
+    "question_blind": lambda share: [QuestionBlind(share)],
+    "random": lambda share: [Random(share)],
+    "tail": lambda share: [LongerTail(share)],
+}
+
+
+def parse_rows(spec: Any) -> tuple[Selector, ...]:
+    """The selectors of option `rows`: a text such as `"pooled:0.05+attention:0.05"`, a selector, or several.
+
+    Raises:
+        OptionError: an unknown selector, or a share that is none.
+    """
+    if spec is None:
+        return ()
+    if isinstance(spec, str):
+        found: list[Any] = [selector for part in spec.split("+") for selector in _parse_part(part.strip())]
+    else:
+        found = list(spec) if isinstance(spec, list | tuple) else [spec]
+    for selector in found:
+        if not isinstance(selector, Selector):
+            raise OptionError(f"option 'rows' must be text or selectors, not {selector!r}")
+        share = selector.share
+        if not isinstance(share, int | float) or share is True or not 0 < share <= 1:
+            raise OptionError(f"option 'rows': a share is above 0 and at most 1, not {share!r}")
+    if sum(selector.share for selector in found) > 1 + 1e-9:
+        raise OptionError(f"option 'rows': the shares of {spec!r} add up to more than 1")
+    return tuple(found)
+
+
+def _parse_part(part: str) -> Sequence[Selector]:
+    name, *settings = part.split(":")
+    if name not in SELECTORS or len(settings) > (2 if name == "random" else 1):
+        known = ", ".join(sorted(SELECTORS))
+        raise OptionError(f"option 'rows': {part!r} is no selector such as 'pooled:0.1'; known: {known}")
+    try:
+        share = float(settings[0]) if settings else 0.1
+        seed = int(settings[1]) if len(settings) > 1 else 0
+    except ValueError:
+        raise OptionError(f"option 'rows': {part!r} needs a share such as 0.1 after the colon") from None
+    return [Random(share, seed)] if name == "random" else SELECTORS[name](share)
+
+
+def choose(prompt: Prompt, selectors: Sequence[Selector]) -> Tensor:
+    """Positions of the rows to keep, int64 [batch, count], ascending."""
+    taken = torch.zeros(prompt.batch, prompt.prefix, dtype=torch.bool, device=prompt.device)
+    if prompt.valid is not None:
+        invalid = prompt.valid[:, : prompt.prefix].logical_not()
+    parts = []
+    for selector in selectors:
+        scores = selector.scores(prompt).double()
+        if prompt.valid is not None:
+            scores = scores.masked_fill(invalid, -1e300)  # before rows that are taken: a row is kept once
+        scores = scores.nan_to_num(-1e299).masked_fill(taken, -torch.inf)
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        part = order[:, : count_of(selector.share, prompt.prefix)]
+        taken = taken.scatter(1, part, True)
+        parts.append(part)
+    return torch.cat(parts, -1).sort(-1).values
+
+
+def count_of(share: float, prefix: int) -> int:
+    """How many of the prefix rows a share is, rounded half up; symbolic if `prefix` is."""
+    exact = Fraction(str(share)).limit_denominator(10_000)
+    return (2 * prefix * exact.numerator + exact.denominator) // (2 * exact.denominator)
