@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -102,10 +103,17 @@ def positive(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
-def count(rows: Rows) -> int | None:
-    """How many entries the rows are, where that is a plain number."""
+def count(rows: Rows) -> int | Call | None:
+    """How many entries the rows are, as an argument: a plain number, or the call that computes it from an index."""
     number = rows.length * rows.blocks
-    return number if isinstance(number, int) else None
+    if isinstance(number, int):
+        return number
+    if rows.selected is None or not same(rows.blocks, 1):
+        return None
+    index = rows.selected.index
+    positions = Call(aten.sym_size.int, (index, len(shape(index)) - 1))
+    entries = positions if rows.selected.each == 1 else Call(operator.mul, (positions, rows.selected.each))
+    return Call(operator.add, (entries, rows.last))
 
 
 def first_operand(node: Node, rows: Rows) -> Call:

@@ -24,8 +24,8 @@ Layer S itself needs no map: its input is the split state, exact on every row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -34,9 +34,14 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.int8 import Codes, dequantise
+from ridgefill_compile.passes.attention_states import AttentionStates, attention_states
 from ridgefill_compile.passes.calls import TO_THE_END, arguments, aten, shape
+from ridgefill_compile.passes.correct import Correction, correct
 from ridgefill_compile.passes.demand import SELECTION, has_effect
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
+from ridgefill_compile.passes.filled_states import FilledStates
+from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
 from ridgefill_compile.passes.select_rows import select_rows
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
@@ -52,16 +57,23 @@ class Maps(Protocol):
     def offset(self, layer: int) -> torch.Tensor:
         """[d_out]"""
 
+    def codes(self, layer: int) -> Codes | None:
+        """The matrix as it is stored, if that is in eight bits."""
+
 
 @dataclass(frozen=True)
 class Fill:
-    """What to fill: the route, the split, the tail, the maps of a ridge route, and what selects rows to keep exact."""
+    """What to fill: the route, the split, the tail, the maps of a ridge route, what selects rows to
+    keep exact, and the tokenizer's table for those that read tokens.
+    """
 
     route: str
     split: int
     tail: int
     maps: Maps | None = None
     selectors: tuple[Selector, ...] = ()
+    tokens: Mapping[str, torch.Tensor] | None = None
+    correction: Correction = field(default_factory=Correction)
 
 
 def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
@@ -82,14 +94,16 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
         emit.know(node)
     late = located.layers[fill.split :]
     split_state = copies[late[0].input]
-    truth = _twin(graph, inputs_of(graph)) if fill.route == "oracle" else {}
+    truth = _twin(graph, inputs_of(graph)) if fill.route == "oracle" or fill.correction.splice else {}
     router = _Router(emit, located, fill, split_state, truth)
     if fill.selectors:
-        router.selected = select_rows(emit, copies, located, fill.split, fill.tail, fill.selectors)
+        router.selected = router.select(copies)
     for layer in late[1:]:
         router.replace(layer.index, copies[layer.input])
+    if fill.correction:
+        router.correct(copies, attention_states(module.graph, located, fill.split))
     if fill.route == "none":
-        hide_prefix(emit, copies, located, fill)
+        hide_prefix(emit, copies, located, fill, router.selected)
     for name, tensor in router.tensors.items():
         result.register_buffer(name, tensor, persistent=False)
     graph.lint()
@@ -105,7 +119,39 @@ class _Router:
         self.split_state = split_state
         self.tensors: dict[str, torch.Tensor] = {}
         self.selected: Node | None = None  # positions of prefix rows that stay exact
+        self.merged: dict[int, Node] = {}  # layer -> its input, predicted on prefix rows
         self._split_prefix: Node | None = None
+
+    def select(self, copies: dict[Node, Node]) -> Node:
+        """Positions of the prefix rows that stay exact."""
+        fill, tables = self.fill, {}
+        if fill.tokens is not None:
+            with self.emit.graph.inserting_before(self.split_state.next):
+                tables = {
+                    name: self.tensor(f"token_{name}", tensor, self.split_state, tensor.dtype)
+                    for name, tensor in fill.tokens.items()
+                }
+        readers = max(getattr(selector, "sweep", 0) for selector in fill.selectors)
+        swept = self.first_sweep(copies, min(readers, fill.tail)) if readers else None
+        return select_rows(self.emit, copies, self.located, fill.split, fill.tail, fill.selectors, tables, swept)
+
+    def first_sweep(self, copies: dict[Node, Node], readers: int) -> dict[Node, Node]:
+        """A second copy of the late layers, behind the split state, in which only the last `readers` rows are exact."""
+        predicted = {layer.input: layer.index for layer in self.located.layers[self.fill.split + 1 :]}
+        start = self.located.layers[self.fill.split].input
+        swept = dict(copies)
+        late = [
+            n for n in start.graph.nodes if n > start and n.op in ("call_function", "get_attr") and not has_effect(n)
+        ]
+        with self.emit.graph.inserting_before(self.split_state.next):
+            prefix = self.rows(self.split_state, 0, -readers)
+            for node in late:
+                new = swept[node] = self.emit.graph.node_copy(node, swept.__getitem__)
+                if node in predicted:
+                    filled = self.prediction(predicted[node], new, prefix)
+                    exact = self.rows(new, -readers, TO_THE_END)
+                    swept[node] = self.emit(aten.cat.default, [filled, exact], self.located.row_dim, like=new)
+        return swept
 
     def replace(self, layer: int, value: Node) -> None:
         """Let every reader of a late layer's input read its prediction on prefix rows.
@@ -129,6 +175,20 @@ class _Router:
             merged = self.emit(aten.cat.default, [predicted, exact], self.located.row_dim, like=value)
         for reader in readers:
             reader.replace_input_with(value, merged)
+        self.merged[layer] = merged
+
+    def correct(self, copies: dict[Node, Node], states: AttentionStates) -> None:
+        """Correct the keys and values of filled rows."""
+        layers = {layer.index: copies[layer.input] for layer in self.located.layers}
+
+        def predict(layer: int) -> Node:
+            value = layers[layer]
+            return self.truth[value] if self.fill.route == "oracle" else self.prediction(layer, value, self.split_state)
+
+        filled = FilledStates(
+            self.emit, dict(copies), self.split_state, self.located.row_dim, self.fill.tail, self.selected
+        )
+        correct(filled, states, self.fill.correction, self.merged, predict, self.truth)
 
     def _keep_selected(self, predicted: Node, value: Node, index: Node) -> Node:
         """The prediction with the true input on selected rows."""
@@ -137,36 +197,47 @@ class _Router:
         exact.meta[SELECTION] = self.fill.tail
         return self.emit(put_rows, predicted, index, exact, dim, batch, like=value)
 
-    def prediction(self, layer: int, value: Node) -> Node:
-        """Prefix rows of the layer's input, [batch, N - T, d_out]."""
-        if self.fill.route == "oracle":
+    def prediction(self, layer: int, value: Node, prefix: Node | None = None) -> Node:
+        """Prefix rows of the layer's input, [batch, N - T, d_out]; or what rows `prefix` of the split state predict."""
+        if self.fill.route == "oracle" and prefix is None:
             return self.rows(self.truth[value], 0, -self.fill.tail)
-        if self._split_prefix is None:
+        if prefix is None and self._split_prefix is None:
             with self.emit.graph.inserting_before(self.split_state.next):
                 self._split_prefix = self.rows(self.split_state, 0, -self.fill.tail)
+        prefix = prefix or self._split_prefix
+        assert prefix is not None
         if self.fill.route != "ridge":
-            return self._on_device_of(value)
-        weight, bias = self.tensor(layer, "matrix", value), self.tensor(layer, "offset", value)
-        return self.emit(aten.linear.default, self._on_device_of(value), weight, bias, like=value)
+            return self._on_device_of(value, prefix)
+        assert self.fill.maps is not None
+        weight, bias = self.matrix(layer, value), self.tensor(f"offset_{layer}", self.fill.maps.offset(layer), value)
+        return self.emit(aten.linear.default, self._on_device_of(value, prefix), weight, bias, like=value)
 
-    def _on_device_of(self, value: Node) -> Node:
-        """The prefix of the split state where a late layer lives: a model may be spread over devices."""
-        assert self._split_prefix is not None
+    def _on_device_of(self, value: Node, prefix: Node) -> Node:
+        """Rows of the split state where a late layer lives: a model may be spread over devices."""
         device = value.meta["val"].device
-        if self._split_prefix.meta["val"].device == device:
-            return self._split_prefix
-        return self.emit(aten.to.device, self._split_prefix, device, value.meta["val"].dtype, like=value)
+        if prefix.meta["val"].device == device:
+            return prefix
+        return self.emit(aten.to.device, prefix, device, value.meta["val"].dtype, like=value)
 
     def rows(self, value: Node, start: int, end: int) -> Node:
         """`value[:, start:end]` on the row dimension."""
         return self.emit(aten.slice.Tensor, value, self.located.row_dim, start, end, like=value)
 
-    def tensor(self, layer: int, kind: str, like: Node) -> Node:
-        """A map's tensor as an attribute of the module, in the model's dtype and on its device."""
+    def matrix(self, layer: int, like: Node) -> Node:
+        """A map's matrix [d_out, d_in], made of its codes in the graph where it is stored in eight bits."""
         assert self.fill.maps is not None
-        stored: torch.Tensor = getattr(self.fill.maps, kind)(layer)
-        name = f"ridgefill_{kind}_{layer}"
-        tensor = self.tensors[name] = _placed(stored, like.meta["val"])
+        stored, dtype = self.fill.maps.codes(layer), like.meta["val"].dtype
+        if stored is None:
+            return self.tensor(f"matrix_{layer}", self.fill.maps.matrix(layer), like)
+        parts = [self.tensor(f"{kind}_{layer}", part, like, part.dtype) for kind, part in stored._asdict().items()]
+        (matrix,) = inline(self.emit, lambda codes, scales: dequantise(codes, scales, dtype), parts)
+        return matrix
+
+    def tensor(self, name: str, stored: torch.Tensor, like: Node, dtype: torch.dtype | None = None) -> Node:
+        """A stored tensor as an attribute of the module, on the model's device and (unless given) in its dtype."""
+        name = f"ridgefill_{name}"
+        place = like.meta["val"]
+        tensor = self.tensors[name] = _placed(stored, place.device, dtype or place.dtype)
         node = self.emit.graph.create_node("get_attr", name)
         node.meta["val"] = (
             tensor if isinstance(tensor, FakeTensor) else self.emit.mode.from_tensor(tensor, static_shapes=True)
@@ -177,12 +248,12 @@ class _Router:
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # stored tensor -> its copies by device and dtype
 
 
-def _placed(stored: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A map's tensor on a device and in a dtype: one copy, however many graphs are compiled."""
+def _placed(stored: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A stored tensor on a device and in a dtype: one copy, however many graphs are compiled."""
     copies = _copies.setdefault(stored, {})
-    key = (like.device, like.dtype)
+    key = (device, dtype)
     if key not in copies:
-        copy = stored.detach().to(device=like.device, dtype=like.dtype)
+        copy = stored.detach().to(device=device, dtype=dtype)
         if copy is stored or isinstance(copy, FakeTensor):
             return copy
         copies[key] = copy
@@ -210,15 +281,17 @@ def _twin(graph: torch.fx.Graph, inputs: list[Node]) -> dict[Node, Node]:
     return twins
 
 
-def hide_prefix(emit: Emitter, copies: dict[Node, Node], located: Located, fill: Fill) -> None:
-    """Route "none": queries of late layers see no key of the prefix.
+def hide_prefix(
+    emit: Emitter, copies: dict[Node, Node], located: Located, fill: Fill, selected: Node | None = None
+) -> None:
+    """Route "none": queries of late layers see no key of the prefix but those of selected rows.
 
     Raises:
         CannotFill: a late layer's attention is not one call whose keys are the layer's.
     """
     calls = _attention_calls(located, fill.split)
     for call in calls:
-        _hide_keys(emit, copies[call], fill.tail)
+        _hide_keys(emit, copies[call], fill.tail, selected)
 
 
 def _attention_calls(located: Located, split: int) -> list[Node]:
@@ -255,10 +328,11 @@ def _readers(state: Node, wanted: Callable[[Node], bool]) -> list[Node]:
     return [] if first is None else [first]
 
 
-def _hide_keys(emit: Emitter, call: Node, tail: int) -> None:
+def _hide_keys(emit: Emitter, call: Node, tail: int, selected: Node | None) -> None:
     """Give an attention call a boolean mask [queries, keys] that also hides the prefix of this prompt.
 
-    Query i sees key j if j is not after i, and is one of the tail's or i itself (a row that sees nothing would be NaN).
+    Query i sees key j if j is not after i, and is selected, one of the tail's or i itself (a row that sees nothing
+    would be NaN).
     """
     given = arguments(call)
     query, key, mask = given["query"], given["key"], given.get("attn_mask")
@@ -269,6 +343,8 @@ def _hide_keys(emit: Emitter, call: Node, tail: int) -> None:
         count = emit.size(queries)
         key_at = emit(aten.arange.default, emit.size(keys), **place)
         shown = emit(aten.ge.Scalar, key_at, emit.minus(count, tail))
+        if selected is not None:
+            (shown,) = inline(emit, _also_at, [shown, selected])
         if given.get("is_causal", False):
             query_at = emit(aten.unsqueeze.default, emit(aten.arange.default, count, **place), 1)
             causal = emit(aten.le.Tensor, key_at, query_at)
@@ -280,3 +356,10 @@ def _hide_keys(emit: Emitter, call: Node, tail: int) -> None:
             raise CannotFill("route 'none' is for plain prompts: no padding, no continued or static cache", call)
     call.args = (query, key, given["value"], shown, 0.0, False)
     call.kwargs = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
+
+
+def _also_at(shown: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Of keys [keys] that are shown, also those at an index; [batch, 1, 1, keys] where each sequence has its own."""
+    if index.dim() == 1:
+        return shown.index_fill(0, index, True)
+    return shown.expand(index.shape[0], -1).scatter(1, index, True)[:, None, None]

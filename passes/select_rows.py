@@ -17,8 +17,9 @@ from ridgefill_compile.passes.emit import Emitter, inputs_of
 from ridgefill_compile.passes.functionalize import CASTS
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
-from ridgefill_compile.passes.rows import same
+from ridgefill_compile.passes.rows import plain, same
 from ridgefill_compile.selectors import LayerAttention, Prompt, Selector, choose
+from ridgefill_compile.tokens import TokenTable
 
 ATTENTION = aten.scaled_dot_product_attention.default
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -36,6 +37,7 @@ def select_rows(
     tail: int,
     selectors: Sequence[Selector],
     tokens: Mapping[str, Node] | None = None,
+    swept: Mapping[Node, Node] | None = None,
 ) -> Node:
     """Add the positions of the rows that selectors choose, right behind the split state.
 
@@ -47,12 +49,15 @@ def select_rows(
         tail: last prompt rows, which are exact anyway.
         selectors: of which rows to keep.
         tokens: the tokenizer's table, as nodes.
+        swept: node of the located graph -> its copy in a first sweep over the late layers.
 
     Raises:
         CannotFill: a selector needs what the graph does not hold.
     """
     state = copies[located.layers[split].input]
     found = [_Parts(copies, located, layer) for layer in range(split)]
+    if swept is not None:
+        found += [_Parts(swept, located, layer) for layer in range(split, len(located.layers))]
     layers = [parts for parts in found if parts.is_known]
     ids = _token_ids(located, copies)
     valid = _valid_rows(emit, located)
@@ -78,8 +83,9 @@ def select_rows(
             device=split_state.device,
             ids=given if given is None or given.dim() == 2 else given.unsqueeze(0),
             valid=None if mask is None else mask[:, -rows:] != 0,
-            attention=attention,
-            tokens={name: values[place] for name, place in tables.items()},
+            attention=tuple(each for each in attention if each.layer < split),
+            late_attention=tuple(each for each in attention if each.layer >= split),
+            tokens=TokenTable(**{name: values[place] for name, place in tables.items()}) if tables else None,
         )
         chosen = choose(prompt, selectors)
         return chosen[0] if one_index else chosen
@@ -115,7 +121,9 @@ class _Parts:
         self.layer, self.rows = layer, located.rows
         self.nodes: dict[str, Node] = {}
         self.settings: dict[str, Any] = {}
-        first, end = located.layers[layer].input, located.layers[layer + 1].input
+        first, end = located.layers[layer].input, None
+        if layer + 1 < len(located.layers):
+            end = located.layers[layer + 1].input
         within: list[Node] = []
         node = first.next
         while node is not end and node.op != "output":
@@ -136,7 +144,8 @@ class _Parts:
 
     def _is_attention(self, node: Node) -> bool:
         size = shape(node)
-        return len(size) == 4 and same(size[-1], self.rows) and same(size[-2], self.rows)
+        sinks = plain(size[-1] - self.rows)  # columns behind the keys that take attention and give nothing
+        return len(size) == 4 and same(size[-2], self.rows) and sinks is not None and sinks >= 0
 
     def _take_call(self, call: Node, copies: Mapping[Node, Node]) -> None:
         given = arguments(call)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.meter import Meter
 from ridgefill_compile.ridge import DEFAULT_PENALTIES, RidgeStatistics
 from ridgefill_compile.splitmaps import SplitMaps, storage_dtype
+from ridgefill_compile.tokens import TokenTable, count_tokens
 
 # Enough for a mean cosine; more would cost passes, and memory for every layer's rows.
 HELD_OUT_ROWS = 4096
@@ -114,7 +115,8 @@ def calibrate(
         texts_or_batches: texts; or token ids `[rows]` or `[batch, rows]`; or mappings with `input_ids` and
             `attention_mask` (padded positions are dropped). Each text or sample is a document.
         splits: first late layers to fit maps for; all share the passes. The first one is the maps' default.
-        tokenizer: turns texts into ids; of it a fingerprint goes into the maps.
+        tokenizer: turns texts into ids; of it a fingerprint goes into the maps, and what each of its tokens is, with
+            its count in these texts.
         window: rows of one pass. A document's rest of under a quarter of a window is dropped.
         stride: every `stride`-th row of a window is fitted.
         penalties: the grid of `λ`; see `RidgeSolver`.
@@ -142,6 +144,7 @@ def calibrate(
     _check_weights(model)
     weights = ModelFingerprint.of(model)
     vocabulary = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+    table = None if tokenizer is None else token_table(tokenizer)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with _evaluating(model), torch.no_grad(), Meter(progress, items) as meter:
         held, rest = hold_out(documents, held_out, window)
@@ -150,7 +153,7 @@ def calibrate(
             kept = Checkpoint(checkpoint, settings.of_sums(len(held), weights, vocabulary))
             earlier = kept.load(device)
         collector = _make_collector(model, settings, inner, _collector)
-        run = _Run(settings, collector, device, meter, kept)
+        run = _Run(settings, collector, device, meter, kept, None if table is None else torch.zeros_like(table.count))
         rows = run.held_out_rows(held)
         sums = run.sum_documents(held, rest, earlier)
         parts = [run.fit(sums.by_split[split], rows) for split in settings.splits]
@@ -163,7 +166,18 @@ def calibrate(
         "held_out_documents": len(held),
         "model": type(model).__name__,
     }
-    return RidgeMaps(parts, layer_count=collector.layers, model=weights, tokenizer=vocabulary, calibration=facts)
+    tokens = None if table is None or run.counts is None else table.with_counts(run.counts)
+    return RidgeMaps(
+        parts, layer_count=collector.layers, model=weights, tokenizer=vocabulary, calibration=facts, tokens=tokens
+    )
+
+
+def token_table(tokenizer: Tokenizer) -> TokenTable | None:
+    """What each token is; None of a tokenizer that only splits text and does not list its tokens."""
+    try:
+        return TokenTable.of(cast(Any, tokenizer))
+    except (OptionError, AttributeError):
+        return None
 
 
 @dataclass
@@ -175,6 +189,8 @@ class _Run:
     device: torch.device
     meter: Meter
     checkpoint: Checkpoint | None
+    counts: Tensor | None = None
+    """Of every token id, how often the documents hold it."""
 
     def sum_documents(
         self, held: Sequence[Document], documents: Iterable[Document], earlier: SumsSoFar | None
@@ -191,6 +207,8 @@ class _Run:
         for document in documents:
             state.documents += 1
             state.digest = _chained(state.digest, document)
+            if self.counts is not None:
+                self.counts += count_tokens([document.ids], len(self.counts))
             if state.documents > done:
                 self._add_document(state, document)
             elif earlier and state.documents == done and state.digest != earlier.digest:

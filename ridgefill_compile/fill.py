@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_
 from ridgefill_compile.errors import CannotFill, describe_node
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
+from ridgefill_compile.passes.attention_states import attention_states
+from ridgefill_compile.passes.correct import Correction
 from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import inputs_of
@@ -48,9 +51,13 @@ def fill_graph(
         return result
     located = run("locate", lambda: locate(captured.graph))
     graph_report.layers = len(located.layers)
-    fill = choose_fill(located, options, example_inputs)
+    correction = Correction(options.value_rescale, options.key_rescale, options.splice)
+    fill = replace(choose_fill(located, options, example_inputs), correction=correction)
     graph_report.split = fill.split
     run("check", lambda: _check(captured, located, fill))
+    if correction:
+        told = correction.told(attention_states(captured.graph, located, fill.split))
+        graph_report.corrected, graph_report.uncorrected = told
     routed = run("route", lambda: route(captured, located, fill), before=captured)
     result = routed
     if options.eliminate:
@@ -61,7 +68,7 @@ def fill_graph(
     run("cost", lambda: _count(graph_report, captured, result))
     _count_layers(graph_report, located)
     result = expand(result)
-    if options.eliminate and options.route != "oracle":
+    if options.eliminate and options.route != "oracle" and options.splice is None:
         check_gain(graph_report, blocked)
     keep_input_sources(result, module)
     return result
@@ -101,10 +108,11 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
     layers = len(located.layers)
     maps = load_maps(options.maps) if options.maps is not None else None
     split = options.split if options.split is not None else maps.split if maps is not None else layers
+    tokens = maps.tokens.tensors() if maps is not None and maps.tokens is not None else None
     if maps is not None and options.route == "ridge":
         maps = maps.at(split)
         check_maps(maps, located, options, [x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-        return Fill("ridge", split, options.tail, maps, parse_rows(options.rows))
+        return Fill("ridge", split, options.tail, maps, parse_rows(options.rows), tokens)
     if located.tokens.op == "placeholder" and "inputs_embeds" not in located.tokens.meta.get(ARGUMENT, ""):
         raise CannotFill(
             "the graph begins in the middle of the model, so its layers cannot be numbered",
@@ -116,7 +124,7 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
             f"split {split} leaves no late layer: {layers} layers were found that write states",
             hint=f"choose a split below {layers}; if the model has more, something leads around its residual stream",
         )
-    return Fill(options.route, split, options.tail, selectors=parse_rows(options.rows))
+    return Fill(options.route, split, options.tail, selectors=parse_rows(options.rows), tokens=tokens)
 
 
 def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: list[torch.Tensor]) -> None:
@@ -136,9 +144,9 @@ def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: 
     source = located.layers[maps.split].width
     for layer in wanted:
         expected = (located.layers[layer].width, source)
-        if tuple(maps.matrix(layer).shape) != expected:
+        if maps.shape(layer) != expected:
             raise CannotFill(
-                f"the map of layer {layer} is {tuple(maps.matrix(layer).shape)}, and the model needs {expected}",
+                f"the map of layer {layer} is {maps.shape(layer)}, and the model needs {expected}",
                 located.layers[layer].input,
                 "calibrate maps for this model",
             )
@@ -179,7 +187,7 @@ def stamp_of(source: Any) -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=8)
 def _load_maps(source: str, stamp: tuple[int, int] | None) -> RidgeMaps:
-    return RidgeMaps.load(source)
+    return RidgeMaps.from_pretrained(source)
 
 
 def blocked_nodes(routed: GraphModule, demands: Demands, located: Located) -> list[Node]:

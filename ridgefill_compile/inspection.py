@@ -178,6 +178,9 @@ class ShapeOnlyMaps:
         with self.mode:
             return torch.empty(self.widths[layer], self.d_in)
 
+    def codes(self, layer: int) -> None:
+        """They are not stored."""
+
     def offset(self, layer: int) -> Tensor:
         """[d_out], a fake tensor."""
         with self.mode:

@@ -16,8 +16,11 @@ from ridgefill_compile.fingerprint import Match, ModelFingerprint, Tokenizer, to
 from ridgefill_compile.int8 import Codes
 from ridgefill_compile.mapfiles import read_directory, write_directory
 from ridgefill_compile.splitmaps import HELD_OUT_DTYPE, SplitMaps, storage_dtype
+from ridgefill_compile.tokens import TokenTable
 
 __all__ = ["RidgeMaps", "SplitMaps"]
+
+TOKENS = "tokens"  # the file of the tokenizer's table
 
 
 class RidgeMaps:
@@ -30,6 +33,7 @@ class RidgeMaps:
         tokenizer: `tokenizer_fingerprint` of the tokenizer that made the ids, if one is known.
         split: the default split; the first of `parts` if not given.
         calibration: how the maps came about (window, stride, documents, ...), for the record.
+        tokens: what each token of that tokenizer is, for selectors of rows that read tokens.
 
     Raises:
         MapsError: no parts, two of one split, different dtypes, or layers that the model does not have.
@@ -44,6 +48,7 @@ class RidgeMaps:
         tokenizer: str | None = None,
         split: int | None = None,
         calibration: Mapping[str, Any] | None = None,
+        tokens: TokenTable | None = None,
     ) -> None:
         self._parts = {part.split: part for part in parts}
         if not parts or len(self._parts) != len(parts):
@@ -57,6 +62,7 @@ class RidgeMaps:
         self.model = model
         self.tokenizer = tokenizer
         self.calibration = dict(calibration or {})
+        self.tokens = tokens
         self.split = parts[0].split if split is None else split
         self._default = self._part(self.split)
 
@@ -196,9 +202,10 @@ class RidgeMaps:
         }
         if self.model is not None:
             facts["model"] = {"digests": sorted(self.model.digests), "shapes": dict(self.model.shapes)}
-        write_directory(
-            Path(directory), facts, {_name(split): part.to_tensors() for split, part in self._parts.items()}
-        )
+        files = {_name(split): part.to_tensors() for split, part in self._parts.items()}
+        if self.tokens is not None:
+            files[TOKENS] = self.tokens.tensors()
+        write_directory(Path(directory), facts, files)
 
     @classmethod
     def load(
@@ -307,6 +314,7 @@ class RidgeMaps:
                 layer_count=facts["layer_count"],
                 model=known and ModelFingerprint(frozenset(known["digests"]), known["shapes"]),
                 tokenizer=facts["tokenizer"],
+                tokens=TokenTable.from_tensors(tensors[TOKENS]) if TOKENS in tensors else None,
                 split=facts["split"],
                 calibration=facts["calibration"],
             )
@@ -321,6 +329,7 @@ class RidgeMaps:
             layer_count=self.layer_count,
             model=self.model,
             tokenizer=self.tokenizer,
+            tokens=self.tokens,
             split=self.split if split is None else split,
             calibration=self.calibration if calibration is None else calibration,
         )

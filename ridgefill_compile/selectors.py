@@ -19,8 +19,8 @@ Selectors are composed: of `"pooled:0.05+attention:0.05"` the first takes its sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from ridgefill_compile.errors import CannotFill, OptionError
+from ridgefill_compile.token_selectors import lexical_rows, number_rows, protected_scores, special_rows
+from ridgefill_compile.tokens import TokenTable
 
 READERS = 64
 """Prompt rows whose attention ranks the prefix."""
@@ -102,7 +104,9 @@ class Prompt:
         valid: rows that are not padding, bool [batch, rows]; None: all, as far as is known.
         first: position of the first row: 0, or the rows of a former turn.
         attention: of the layers below the split that have any, in order.
-        tokens: the tokenizer's table, saved with the maps: name -> tensor [vocabulary].
+        late_attention: of the late layers, in a first sweep in which the last rows ran them over filled rows alone;
+            only where a selector asks for it (`sweep`).
+        tokens: the tokenizer's table, if it was saved with the maps.
     """
 
     batch: int
@@ -113,7 +117,25 @@ class Prompt:
     valid: Tensor | None = None
     first: int = 0
     attention: tuple[LayerAttention, ...] = ()
-    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    late_attention: tuple[LayerAttention, ...] = ()
+    tokens: TokenTable | None = None
+
+    def table(self) -> tuple[Tensor, TokenTable]:
+        """Token ids and what they are.
+
+        Raises:
+            CannotFill: the model was given embeddings, or the maps know no tokenizer.
+        """
+        if self.ids is None:
+            raise CannotFill(
+                "rows are to be selected by their tokens, and the model was given none", hint="pass input_ids"
+            )
+        if self.tokens is None:
+            raise CannotFill(
+                "rows are to be selected by their tokens, and the maps hold no table of them",
+                hint="calibrate with tokenizer=..., or choose another selector",
+            )
+        return self.ids, self.tokens
 
     def read_by(self, start: int, end: int | None, layers: Sequence[int] | None = None) -> list[Tensor]:
         """Attention of prompt rows `start:end` to the prefix in each of some layers, [batch, heads, end - start,
@@ -149,15 +171,20 @@ class Attention:
     """Rows that get most attention from the last prompt rows, summed over heads, readers and layers (paper, "+ rows").
 
     A value error `e` of row j moves the output of reader i by exactly `a_ij e`.
+
+    Attributes:
+        before: last prompt rows that do not read: where they are scored, those who choose must not see them.
     """
 
     share: float = 0.1
     readers: int = READERS
     layers: tuple[int, ...] | None = None
+    before: int = 0
 
     def scores(self, prompt: Prompt) -> Tensor:
         """[batch, prefix]"""
-        return torch.stack([w.sum((1, 2)) for w in prompt.read_by(-self.readers, None, self.layers)]).sum(0)
+        start, end = last_rows(self.readers, self.before)
+        return torch.stack([w.sum((1, 2)) for w in prompt.read_by(start, end, self.layers)]).sum(0)
 
 
 @dataclass(frozen=True)
@@ -181,18 +208,27 @@ class Pooled:
 
     A sum drowns one head's sharp look in every head's habits. And what is looked up, a number say, is read token by
     token: so a row counts as much as the best of the `pool` rows around it.
+
+    Attributes:
+        before: see `Attention`.
     """
 
     share: float = 0.1
     readers: int = READERS
     layers: tuple[int, ...] | None = None
     pool: int = 31
+    before: int = 0
 
     def scores(self, prompt: Prompt) -> Tensor:
         """[batch, prefix]"""
-        read = prompt.read_by(-self.readers, None, self.layers)
+        read = prompt.read_by(*last_rows(self.readers, self.before), self.layers)
         best = torch.stack([w.amax((1, 2)) for w in read]).amax(0)
         return torch.nn.functional.max_pool1d(best.unsqueeze(1), self.pool, 1, self.pool // 2).squeeze(1)
+
+
+def last_rows(readers: int, before: int) -> tuple[int, int | None]:
+    """Ends of the slice that holds the last `readers` rows but for the very last `before`."""
+    return -(readers + before), -before or None
 
 
 @dataclass(frozen=True)
@@ -227,6 +263,69 @@ class LongerTail:
         return torch.arange(prompt.prefix, device=prompt.device).expand(prompt.batch, -1)
 
 
+@dataclass(frozen=True)
+class Protected:
+    """Rows of rare names, identifiers and parts of words, whatever is asked (paper, quality mode).
+
+    The rarest first, by how often the token occurs in the calibration text; rows of other tokens come after all of
+    them. The paper keeps the rarest quarter of these rows, which came to 3 to 10 % of the prefix; here the share is of
+    the prefix, since how many rows are computed must not depend on what the prompt says.
+    """
+
+    share: float = 0.1
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix]"""
+        ids, table = prompt.table()
+        valid = None if prompt.valid is None else prompt.valid[:, : prompt.prefix]
+        _, score = protected_scores(ids[:, : prompt.prefix], table, valid)
+        return score
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Rows of numbers; what is left of the share goes to the last rows of the prefix."""
+
+    share: float = 0.1
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix]"""
+        ids, table = prompt.table()
+        found = number_rows(ids[:, : prompt.prefix], table).long()
+        return found * prompt.prefix + torch.arange(prompt.prefix, device=prompt.device)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Two sweeps (paper, 27B): the last rows first run the late layers over filled rows alone, and what they look at
+    there is kept exact in the second sweep.
+
+    Special tokens come first, then sentences that share words with the question (the lexical net), up to `net` of the
+    prefix, then rows by the probe's attention, pooled as in `Pooled`. The paper's share depends on what the prompt says
+    and came to 28 to 31 % of the prefix; here it is fixed. Late layers that are recurrences run over the filled prefix
+    in the first sweep, too, where the paper's start from an empty state.
+    """
+
+    share: float = 0.3
+    sweep: int = 256
+    pool: int = 31
+    net: float = 0.05
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix]"""
+        if not prompt.late_attention:
+            raise CannotFill("rows are to be selected by a probe, and no late layer has attention in one call")
+        read = [w.on_prefix(w.weights(-self.sweep, None), prompt.rows, prompt.prefix) for w in prompt.late_attention]
+        best = torch.stack([w.amax((1, 2)) for w in read]).amax(0)
+        probed = torch.nn.functional.max_pool1d(best.unsqueeze(1), self.pool, 1, self.pool // 2).squeeze(1).double()
+        if self.net == 0:
+            return probed
+        ids, table = prompt.table()
+        shared = lexical_rows(ids, table, prompt.prefix, prompt.valid)
+        netted = shared & (shared.long().cumsum(1) <= count_of(self.net, prompt.prefix))
+        return probed + 2 * netted + 4 * special_rows(ids[:, : prompt.prefix], table)
+
+
 SELECTORS: dict[str, Callable[[float], Sequence[Selector]]] = {
     "attention": lambda share: [Attention(share)],
     "pooled": lambda share: [Pooled(share)],
@@ -234,6 +333,9 @@ SELECTORS: dict[str, Callable[[float], Sequence[Selector]]] = {
     "question_blind": lambda share: [QuestionBlind(share)],
     "random": lambda share: [Random(share)],
     "tail": lambda share: [LongerTail(share)],
+    "protected": lambda share: [Protected(share)],
+    "numbers": lambda share: [Numbers(share)],
+    "probe": lambda share: [Probe(share)],
 }
 
 
@@ -245,14 +347,13 @@ def parse_rows(spec: Any) -> tuple[Selector, ...]:
     """
     if spec is None:
         return ()
+    found: list[Any] = list(spec) if isinstance(spec, list | tuple) else [spec]
     if isinstance(spec, str):
-        found: list[Any] = [selector for part in spec.split("+") for selector in _parse_part(part.strip())]
-    else:
-        found = list(spec) if isinstance(spec, list | tuple) else [spec]
+        found = [selector for part in spec.split("+") for selector in _parse_part(part.strip())]
     for selector in found:
         if not isinstance(selector, Selector):
             raise OptionError(f"option 'rows' must be text or selectors, not {selector!r}")
-        share = selector.share
+        share: Any = selector.share
         if not isinstance(share, int | float) or share is True or not 0 < share <= 1:
             raise OptionError(f"option 'rows': a share is above 0 and at most 1, not {share!r}")
     if sum(selector.share for selector in found) > 1 + 1e-9:

@@ -48,6 +48,9 @@ class RandomMaps:
         """[d_out]"""
         return self.offsets[layer]
 
+    def codes(self, layer: int) -> None:
+        """They are stored as they are."""
+
 
 @dataclass
 class Variants:
