@@ -11,6 +11,7 @@ from typing import Any
 
 from ridgefill_compile.errors import OptionError
 from ridgefill_compile.maps import RidgeMaps
+from ridgefill_compile.passes.splice import SPLICES
 from ridgefill_compile.selectors import count_of, parse_rows
 
 ROUTES = ("exact", "lossless", "none", "identity", "ridge", "oracle")
@@ -30,6 +31,10 @@ class Options:
         split: first late layer; layers `0..split-1` run exactly on every row. Default: the maps' own.
         tail: last prompt rows that run every layer exactly.
         rows: what selects prefix rows to run every layer exactly, too: "pooled:0.1", or selectors (`selectors.py`).
+        value_rescale: tail rows on which filled values are brought to the length of exact ones, per head; 0: none.
+        key_rescale: the same for keys.
+        splice: for measuring alone, since it runs the whole model beside the fill: filled "keys", "values" or "both"
+            are the exact model's, or filled keys have the exact ones' norms ("key_norms").
         min_fill: fewest prefix rows worth filling; shorter prompts run the stock graph.
         strict: raise `CannotFill` instead of running exactly with a reason.
         inner: compiler that lowers the rewritten graph.
@@ -45,6 +50,9 @@ class Options:
     split: int | None = None
     tail: int = 512
     rows: Any = None
+    value_rescale: int = 0
+    key_rescale: int = 0
+    splice: str | None = None
     min_fill: int = 256
     strict: bool = False
     inner: str = "inductor"
@@ -97,6 +105,7 @@ class Options:
         if self.maps == "":
             raise OptionError("option 'maps' is empty: pass a directory or RidgeMaps")
         self._check_rows()
+        self._check_correction()
         if self.mode is not None:
             _one_of("mode", self.mode, _modes())
         if self.mode is not None and self.inner != "inductor":
@@ -116,6 +125,17 @@ class Options:
                 raise OptionError(f"option 'rows': {selector.share} of min_fill = {self.min_fill} rows is no row")
         if self.rows is not None and self.route in ("exact", "lossless"):
             raise OptionError(f"option 'rows' selects rows of a fill, and route {self.route!r} fills none")
+
+    def _check_correction(self) -> None:
+        for name in ("value_rescale", "key_rescale"):
+            _whole_number(name, getattr(self, name), 0)
+            if getattr(self, name) > self.tail:
+                raise OptionError(f"option {name!r} is {getattr(self, name)} rows of a tail of {self.tail}")
+        if self.splice is not None:
+            _one_of("splice", self.splice, tuple(SPLICES))
+        for name in ("value_rescale", "key_rescale", "splice"):
+            if getattr(self, name) and self.route in ("exact", "lossless", "none"):
+                raise OptionError(f"option {name!r} corrects filled states, and route {self.route!r} has none")
 
 
 def _modes() -> tuple[str, ...]:

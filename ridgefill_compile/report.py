@@ -32,6 +32,8 @@ class GraphReport:
         pass_seconds: seconds by pass, `capture` included.
         inner_seconds: seconds in the inner compiler.
         blocked: nodes of late layers that run on every row for want of a rule.
+        corrected, uncorrected: layers whose filled keys or values were rescaled or spliced, and late layers with states
+            that were left alone, and why; empty where no correction was asked for.
         graph_break: where Dynamo stopped tracing, if it did.
     """
 
@@ -52,6 +54,8 @@ class GraphReport:
     pass_seconds: dict[str, float] = field(default_factory=dict)
     inner_seconds: float = 0.0
     blocked: list[str] = field(default_factory=list)
+    corrected: list[str] = field(default_factory=list)
+    uncorrected: list[str] = field(default_factory=list)
     graph_break: str | None = None
     number: int = field(default_factory=itertools.count().__next__)
     formulas: tuple[sympy.Expr, sympy.Expr] | None = field(default=None, repr=False)
@@ -122,8 +126,12 @@ def _lines(graphs: Iterable[GraphReport]) -> Iterator[str]:
         for label, text in (("at", graph.node), ("do", graph.hint), ("break", graph.graph_break)):
             if text:
                 yield f"  {label}: {text}"
-        for text in graph.blocked:
-            yield f"  on every row: {text}"
+        for label, texts in (
+            ("on every row", graph.blocked),
+            ("corrected", graph.corrected),
+            ("left alone", graph.uncorrected),
+        ):
+            yield from (f"  {label}: {text}" for text in texts)
 
 
 _reports: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reports of graphs that read it
