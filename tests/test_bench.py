@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from bench import prefill, quality
+from bench import needles, prefill, quality
+from ridgefill_compile.errors import OptionError
 from ridgefill_compile.evaluate.arms import score_window
+from ridgefill_compile.evaluate.kept import Kept
 from ridgefill_compile.evaluate.measures import TokenScores
+from ridgefill_compile.evaluate.needles import needles as hidden
 from ridgefill_compile.evaluate.texts import Window
-from tests.evaluate.tiny import LAYERS, WIDTH, tiny_maps, tiny_model
+from tests.evaluate.tiny import LAYERS, WIDTH, tiny_maps, tiny_model, tiny_tokenizer
 
 
 def test_made_up_maps_fit_the_model_and_are_near_the_identity():
@@ -102,3 +105,33 @@ def test_results_are_shown(bench, capsys):
     bench(figures)
     shown = capsys.readouterr().out
     assert "1.667x" in shown or "0.100 [0.000, 0.200]" in shown
+
+
+def test_answers_are_asked_for_once(monkeypatch, tmp_path, capsys):
+    tokenizer, steps = tiny_tokenizer(digits=True), []
+    windows = [Window(str(n), "prose", torch.randint(2, 40, (1, 330))) for n in range(2)]
+    asking = needles.Asking(
+        tiny_model(), tokenizer, hidden(tokenizer, windows, 48), 48, Kept(tmp_path), lambda: steps.append(1)
+    )
+    arms = needles.chosen(["ridge", "tail:0.1", "attention:0.2"])
+    exact = asking.exact()
+    figures = asking.at_split(tiny_maps(), arms, exact)
+    assert len(steps) == 2 * (1 + 1 + 3)
+    assert figures.keys() == arms.keys()
+    assert "needle_rows" not in figures["ridge"]
+    for arm in ("tail:0.1", "attention:0.2"):
+        assert 0 <= figures[arm]["needle_digit_rows"][0] <= 1
+    monkeypatch.setattr(needles, "say", None)
+    assert asking.at_split(tiny_maps(), arms, asking.exact()) == figures
+    with pytest.raises(TypeError):
+        asking.at_split(tiny_maps(scale=0.1), arms, exact)
+    shown = {"model": "tiny", "rows": 330, "tail": 48, "exact": {**figures["ridge"]}, "splits": {"2": figures}}
+    needles.show(shown)
+    assert "attention:0.2" in capsys.readouterr().out
+
+
+def test_an_arm_of_needles_is_a_name_or_rows():
+    assert needles.chosen(None) == needles.ARMS
+    assert needles.chosen(["ridge", "pooled:0.2"]) == {"ridge": {}, "pooled:0.2": {"rows": "pooled:0.2"}}
+    with pytest.raises(OptionError, match="no selector"):
+        needles.chosen(["rigde"])

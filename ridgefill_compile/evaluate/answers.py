@@ -45,8 +45,7 @@ def about(tokenizer: Any, name: str, text: str, question: str, rows: int, fact: 
     Raises:
         ValueError: the text is too short.
     """
-    turn = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
-    before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split(MARK)
+    before, after = turn(tokenizer, question)
 
     def tokens(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
@@ -59,6 +58,13 @@ def about(tokenizer: Any, name: str, text: str, question: str, rows: int, fact: 
     third = room // 3
     ids = [*head, *body[:third], *inserted, *body[third:room], *tail]
     return Question(name, question, torch.tensor([ids], dtype=torch.long), fact)
+
+
+def turn(tokenizer: Any, question: str) -> tuple[str, str]:
+    """The chat template around a text that a question follows: what comes before the text, and what after it."""
+    messages = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
+    before, after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split(MARK)
+    return before, after
 
 
 def answer(model: Any, tokenizer: Any, question: Question, new_tokens: int) -> str:

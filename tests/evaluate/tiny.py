@@ -17,6 +17,7 @@ from ridgefill_compile.maps import RidgeMaps, SplitMaps
 LAYERS, WIDTH = 4, 32
 WORDS = ["row", "prefix", "tail", "split", "layer", "map", "state", "arm", "value", "write"]
 EXTRA = "What is the text above about ? access code of archive room Note : 4829173 . user assistant"
+ASKED = "The special number for Answer with only 0 1 2 3 4 5 6 7 8 9"
 TEMPLATE = (
     "{% for message in messages %}user {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %} assistant {% endif %}"
@@ -41,11 +42,12 @@ def tiny_model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def tiny_tokenizer() -> Any:
-    """A token a word."""
-    words = ["<pad>", "<unk>", *dict.fromkeys([*WORDS, *EXTRA.split()])]
+def tiny_tokenizer(digits: bool = False) -> Any:
+    """A token a word; if asked for, a token a digit."""
+    words = ["<pad>", "<unk>", *dict.fromkeys([*WORDS, *EXTRA.split(), *ASKED.split()])]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    apart = [pre_tokenizers.Whitespace(), *([pre_tokenizers.Digits(individual_digits=True)] if digits else [])]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(apart)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", chat_template=TEMPLATE
     )
