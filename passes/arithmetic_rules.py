@@ -190,7 +190,7 @@ def attention(node: Node, rows: Rows) -> Call | None:
         return None
     changes: dict[str, Any] = {"query": Need(query, rows.at(len(shape(query)) - 2))}
     if given.get("is_causal", False):
-        if mask is not None:
+        if mask is not None or (rows.selected is not None and rows.selected.each != 1):
             return None
         changes |= {"attn_mask": CausalTail(query, key, rows), "is_causal": False}
     elif mask is not None:
@@ -220,7 +220,8 @@ def recurrence(node: Node, rows: Rows) -> Call | None:
         return None
     given = arguments(node)
     if rows.selected is not None:
-        return _outputs_in_place(node, rows) if rows.selected.batch in (None, 0) else None
+        found = rows.selected.batch in (None, 0) and rows.selected.each == 1
+        return _outputs_in_place(node, rows) if found else None
     changes: dict[str, Any] = {name: Need(given[name], rows) for name in known.query_side}
     if known.outputs is not None:
         changes[known.outputs] = rows.last

@@ -79,13 +79,13 @@ def _selecting(rows: Rows, found: Rows, result: Sequence[IntLike], source: Seque
         outer = product(source[: found.dim]) * found.blocks
         return replace(found, selected=selected) if same(outer, 1) or same(found.blocks, 1) else None
     sequences = rows.blocks if selected.batch == BLOCKS else result[selected.batch]  # type: ignore[index]
+    before = product(result[: rows.dim if selected.batch == BLOCKS else selected.batch])  # type: ignore[misc]
     if same(found.blocks, 1):
         places = [dim for dim in range(found.dim) if not same(source[dim], 1)]
         at = [dim for dim in places if same(source[dim], sequences)]
-        before = product(result[: rows.dim]) if selected.batch == BLOCKS else product(result[: selected.batch])  # type: ignore[index]
         alone = [dim for dim in at if same(product(source[:dim]), before)]
         return replace(found, selected=replace(selected, batch=alone[0])) if alone else None
-    if not same(found.blocks, sequences) or not same(product(source[: found.dim]), 1):
+    if not same(found.blocks, sequences) or not same(product(source[: found.dim]), 1) or not same(before, 1):
         return None
     return replace(found, selected=replace(selected, batch=BLOCKS))
 

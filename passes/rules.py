@@ -37,7 +37,7 @@ from ridgefill_compile.passes.arithmetic_rules import (
     recurrence,
     reduction,
 )
-from ridgefill_compile.passes.calls import Call, CausalTail, Need, Rule, aten, first_operand, shape
+from ridgefill_compile.passes.calls import Call, CausalTail, Need, Rule, aten, first_operand, needs, shape
 from ridgefill_compile.passes.layout_rules import (
     cat,
     embedding,
@@ -69,7 +69,7 @@ from ridgefill_compile.passes.layout_rules import (
     unsqueeze,
     view_as_real,
 )
-from ridgefill_compile.passes.rows import Rows
+from ridgefill_compile.passes.rows import Rows, same
 from ridgefill_compile.recurrences.table import RECURRENCES
 
 
@@ -126,6 +126,10 @@ def with_sequences(argument: Any, other: Any, node: Node, batch: int) -> Any:
     """
     again = partial(with_sequences, node=node, batch=batch)
     if isinstance(argument, Call):
+        if not any(needs(argument)):  # a constant, or a size
+            return argument
+        if not isinstance(other, Call) or other.target != argument.target:
+            raise LookupError
         args = again(argument.args, other.args)
         kwargs = {name: again(value, other.kwargs[name]) for name, value in argument.kwargs.items()}
         return Call(argument.target, args, kwargs)
@@ -137,13 +141,31 @@ def with_sequences(argument: Any, other: Any, node: Node, batch: int) -> Any:
         return [*map(again, argument, other)] if isinstance(argument, list | tuple) else argument
     assert argument.rows.selected is not None
     if isinstance(other, Need):
+        if not _one_to_one(other, node, batch):
+            raise LookupError
         selected = replace(argument.rows.selected, batch=other.rows.dim)
-    elif rule_for(node) in SPREADING:
+    elif _spreads(node, batch):
         place = batch - (len(shape(node)) - len(shape(argument.node)))
         selected = replace(argument.rows.selected, batch=place, spread=True)
     else:
         raise LookupError
     return Need(argument.node, replace(argument.rows, selected=selected))
+
+
+def _one_to_one(other: Need, node: Node, batch: int) -> bool:
+    """Whether sequence i of the result is made of the operand's sequence i."""
+    if not isinstance(other.node.meta["val"], torch.Tensor):
+        return True  # one of several results
+    value = node.meta["val"]
+    result = (value[0] if isinstance(value, list | tuple) else value).shape
+    alone = other.rows.last == 1 and same(other.rows.blocks, 1)
+    return alone and same(shape(other.node)[other.rows.dim], result[batch])
+
+
+def _spreads(node: Node, batch: int) -> bool:
+    """Whether operands that lack this dimension of the result are spread over it."""
+    rule = rule_for(node)
+    return rule in SPREADING and (rule is not matmul or batch < len(shape(node)) - 2)
 
 
 def _table() -> dict[Any, Rule]:

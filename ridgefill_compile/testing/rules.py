@@ -27,7 +27,8 @@ def check_rule(
 ) -> list[Finding]:
     """Hold a row rule to the commuting square: rows of the result are the narrowed call's, on truly narrower operands.
 
-    Every sample is asked for one, two, all but one and all rows of every dimension, in one block and in several.
+    Every sample is asked for one, two, all but one and all rows of every dimension, in one block and in several, and
+    for the last with some that are selected.
 
     Args:
         op: an operator, such as `torch.ops.aten.cumsum.default`.
@@ -51,7 +52,7 @@ def check_rule(
         smallest = min(wrong, key=_size)
         what = f"the rule of {op} is wrong on {len(wrong)} of {len(found)} demands; the smallest:"
         raise Mismatch(f"{what}\n{_described(smallest, rule)}", _program(op, rule, smallest.sample))
-    if not any(f.verdict == "right" and f.rows.last * f.rows.blocks != f.size[f.rows.dim] for f in found):
+    if not any(f.verdict == "right" and f.rows.length * f.rows.blocks != f.size[f.rows.dim] for f in found):
         raise ValueError(f"the rule of {op} narrows nothing of {len(calls)} samples: give others")
     return found
 

@@ -9,6 +9,9 @@
 Values without entries serve the rule: fake ones, as in a captured graph, where sizes are symbolic, and otherwise
 tensors on the meta device, which take no time. Real values beside them serve the truth. A narrowed operand is cut out
 of the real one before the call runs, so a rule that reads further cannot pass.
+
+The rows are the last ones, or those and some before them that are selected: the same ones of every sequence, or of each
+its own, for every dimension that may count sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +27,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from ridgefill_compile.passes.calls import Call, CausalTail, Need, Rule
-from ridgefill_compile.passes.rows import IntLike, Rows
-from ridgefill_compile.passes.rules import rule_for
+from ridgefill_compile.passes.rows import BLOCKS, IntLike, Rows, Selected
+from ridgefill_compile.passes.rules import narrowed_call
+from ridgefill_compile.recurrences.table import RECURRENCES
 from ridgefill_compile.testing.graphs import aten, fake, fake_mode
 
 UNSET = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)  # only their shapes can be compared
@@ -100,19 +104,49 @@ def number(value: Any) -> int:
     return int(value.node.hint) if isinstance(value, torch.SymInt) else int(value)
 
 
-def take(value: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The rows of a real tensor, as a slice of it."""
+def take(value: torch.Tensor, rows: Rows, index: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows of a real tensor, as a slice of it. `index`: the positions of selected ones."""
     blocks = number(rows.blocks)
     if not 0 <= rows.dim < value.dim():
         raise Wrong(f"{rows} of a value of shape {list(value.shape)}")
     length, rest = divmod(value.shape[rows.dim], blocks)
     if rest or rows.last > length:
         raise Wrong(f"{rows} of a value of shape {list(value.shape)}")
+    if rows.selected is not None:
+        assert index is not None
+        return _take_selected(value, rows, rows.selected, index)
     if blocks == 1:
         return value.narrow(rows.dim, length - rows.last, rows.last)
     apart: torch.Tensor = value.unflatten(rows.dim, (blocks, length))
     apart = apart.narrow(rows.dim + 1, length - rows.last, rows.last)
     return apart.flatten(rows.dim, rows.dim + 1)
+
+
+def _take_selected(value: torch.Tensor, rows: Rows, selected: Selected, index: torch.Tensor) -> torch.Tensor:
+    """Selected and last rows, sequence by sequence and entry by entry."""
+    blocks, dim, batch = number(rows.blocks), rows.dim, selected.batch
+    length = value.shape[dim] // blocks
+
+    def entries(positions: torch.Tensor) -> torch.Tensor:
+        chosen = [position * selected.each + i for position in positions.tolist() for i in range(selected.each)]
+        if any(entry >= length - rows.last for entry in chosen):
+            raise Wrong(f"{rows} of a value of shape {list(value.shape)}")
+        return torch.tensor([*chosen, *range(length - rows.last, length)])
+
+    if batch == BLOCKS and blocks == len(index) and index.dim() == 2:
+        return value.index_select(dim, torch.cat([entries(own) + i * length for i, own in enumerate(index)]))
+    if blocks == 1 and batch is None and index.dim() == 1:
+        return value.index_select(dim, entries(index))
+    if blocks != 1 or not isinstance(batch, int) or index.dim() != 2:
+        raise Wrong(f"{rows}, in sequences {batch}, at positions {list(index.shape)}")
+    while batch < 0:
+        value, dim, batch = value.unsqueeze(0), dim + 1, batch + 1
+    if selected.spread:
+        value = value.expand([*value.shape[:batch], len(index), *value.shape[batch + 1 :]])
+    if value.shape[batch] != len(index):
+        raise Wrong(f"{rows}, of {len(index)} sequences, of a value of shape {list(value.shape)}")
+    alone = zip(value.unbind(batch), index, strict=True)
+    return torch.stack([one.index_select(dim - (dim > batch), entries(own)) for one, own in alone], batch)
 
 
 def empty(value: Any) -> Any:
@@ -181,20 +215,25 @@ class Square:
             NoRule: the rule returns None.
             Wrong: it asks for rows that an operand does not have.
         """
-        if node.op == "placeholder":
-            cut = take(self.real[node], rows)
+        if node.op == "placeholder" or (rows.selected is not None and rows.selected.spread):
+            cut = take(self.real[node], rows, self._index_of(rows))
             return cut.contiguous() if whole else cut
         call = self.narrowed_call(node, rows)
         if call is None:
             raise NoRule
         args = self._given(call.args, whole)
         kwargs = self._given(call.kwargs, whole)
-        return args[0] if call.target is None else call.target(*args, **kwargs)
+        value = args[0] if call.target is None else call.target(*args, **kwargs)
+        if node is not self.call and rows.selected is not None and self.call.target in RECURRENCES:
+            value = take(value, rows, self._index_of(rows))  # a scan gives selected rows in their places
+        return value
 
     def narrowed_call(self, node: Node, rows: Rows) -> Call | None:
         """What the rule says."""
-        rule = self.rule if self.rule is not None and node is self.call else rule_for(node)
-        return rule(node, rows) if rule is not None else None
+        return narrowed_call(node, rows, self.rule if node is self.call else None)
+
+    def _index_of(self, rows: Rows) -> Any:
+        return None if rows.selected is None else self.real[rows.selected.index]
 
     def _given(self, argument: Any, whole: bool) -> Any:
         """A narrowed call's argument, as real values."""
@@ -203,7 +242,9 @@ class Square:
         if isinstance(argument, Call):
             return argument.target(*self._given(argument.args, whole), **self._given(argument.kwargs, whole))
         if isinstance(argument, CausalTail):
-            return causal_tail(self.real[argument.query], self.real[argument.key], argument.rows.last)
+            return causal_tail(
+                self.real[argument.query], self.real[argument.key], argument.rows, self._index_of(argument.rows)
+            )
         if isinstance(argument, Node):
             return self.real[argument]
         if isinstance(argument, list | tuple):
@@ -216,15 +257,15 @@ class Square:
         """Ask the rule for these rows of a result, and hold it to the truth. `gaps`: search for one if it is silent."""
         node = self.results[result]
         size = tuple(self.real[node].shape)
-        expected = take(self.real[node], rows)
+        expected = take(self.real[node], rows, self._index_of(rows))
         assert self.mode.shape_env is not None
         guards = len(self.mode.shape_env.guards)
         try:
-            for whole in (False, True):
+            for whole in (False, True) if rows.selected is None else (False,):
                 self.compare(self.narrowed(node, rows, whole), expected)
         except NoRule:
             all_rows = rows.last * number(rows.blocks) == size[rows.dim]
-            gap = self.search(result, rows, expected) if gaps and not all_rows else None
+            gap = self.search(result, rows, expected) if gaps and not all_rows and rows.selected is None else None
             return Finding(self.sample, result, rows, size, "none", gap or "")
         except Exception as error:
             return Finding(self.sample, result, rows, size, "wrong", f"{type(error).__name__}: {error}")
@@ -294,7 +335,7 @@ class Square:
         return True
 
     def demands(self, result: int | None) -> Iterator[Rows]:
-        """Rows to ask a result for: one, two, all but one and all, in one block or several."""
+        """Rows to ask a result for: one, two, all but one and all, in one block or several; and selected ones."""
         sizes = [size for node in self.tensors for size in node.meta["val"].shape if isinstance(size, torch.SymInt)]
         counts: list[IntLike] = [1, 2, 3, *sizes]
         for dim, length in enumerate(self.real[self.results[result]].shape):
@@ -302,11 +343,45 @@ class Square:
                 inner, rest = divmod(length, number(blocks))
                 lasts = sorted({1, 2, inner - 1, inner}) if not rest else []
                 yield from (Rows(dim, last, blocks) for last in lasts if 1 <= last <= inner)
+            yield from self._selections(result, dim, [2, *sizes])
+
+    def _selections(self, result: int | None, dim: int, counts: Sequence[IntLike]) -> Iterator[Rows]:
+        """Every third row of one dimension and the last: the same ones of all that the other dimensions count, of each
+        its own, and of each block; alone, and in pairs.
+        """
+        node = self.results[result]
+        length, rank = node.meta["val"].shape[dim], self.real[node].dim()
+        batches: list[tuple[int | str | None, IntLike]] = [(None, 1), *((BLOCKS, blocks) for blocks in counts)]
+        batches += [(batch, 1) for batch in range(rank) if batch != dim]
+        for (batch, blocks), each in itertools.product(batches, (1, 2)):
+            positions, rest = divmod(number(length), number(blocks) * each)
+            if rest or positions < 3:
+                continue
+            sequences = number(blocks) if batch == BLOCKS else self.real[node].shape[batch] if batch is not None else 0
+            index = self._add_index(positions, sequences)
+            count = length // (blocks * each) // 3
+            yield Rows(dim, each, blocks, Selected(index, count, batch, each))
+
+    def _add_index(self, positions: int, sequences: int) -> Node:
+        """Positions of every third row before the last: [count], or [sequences, count]."""
+        generator = torch.Generator().manual_seed(positions)
+        own = [torch.randperm(positions - 1, generator=generator)[: positions // 3] for _ in range(sequences or 1)]
+        value = torch.stack(own).sort(-1).values
+        node = self.graph.placeholder(f"rows_{len(self.graph.nodes)}")
+        self.real[node] = value if sequences else value[0]
+        node.meta["val"] = self.real[node]
+        return node
 
 
-def causal_tail(query: torch.Tensor, key: torch.Tensor, last: int) -> torch.Tensor:
-    """The last rows of the mask that `is_causal` stands for, bool [last, keys]."""
-    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()[-last:]
+def causal_tail(query: torch.Tensor, key: torch.Tensor, rows: Rows, index: torch.Tensor | None = None) -> torch.Tensor:
+    """These rows of the mask that `is_causal` stands for, bool [rows, keys], or [sequences, 1, rows, keys]."""
+    mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    selected = rows.selected
+    if selected is not None and selected.each != 1:
+        raise Wrong("a mask of queries of which several stand for one position")
+    if selected is None or selected.batch is None:
+        return take(mask, rows.at(0), index)
+    return take(mask[None, None], replace(rows, dim=2, selected=replace(selected, batch=0, spread=True)), index)
 
 
 def judge(given: Sample, gaps: bool = True, rule: Rule | None = None) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from tests.passes.samples import by_op, spread
 OPS = [op for op in RULES if op is not operator.getitem]
 
 
-def noticed(*ops: Any) -> bool:
-    """Whether the sweep of these ops finds something wrong."""
-    return any(f.verdict == "wrong" for op in ops for given in by_op()[op] for f in judge(given, gaps=False))
+def noticed(*ops: Any, selected: bool = False) -> bool:
+    """Whether the sweep of these ops finds something wrong with last rows, or with selected ones."""
+    found = (f for op in ops for given in by_op()[op] for f in judge(given, gaps=False))
+    return any(f.verdict == "wrong" and (f.rows.selected is not None) == selected for f in found)
 
 
 # ---------------------------------------------------------------- any rule, broken the same way
@@ -42,12 +44,12 @@ def other_dim(rule: Rule) -> Rule:
 
 def one_less(rule: Rule) -> Rule:
     """A row too few."""
-    return lambda node, rows: rule(node, Rows(rows.dim, max(1, rows.last - 1), rows.blocks))
+    return lambda node, rows: rule(node, replace(rows, last=max(1, rows.last - 1)))
 
 
 def one_block(rule: Rule) -> Rule:
     """As many rows, all from the end of the last sample."""
-    return lambda node, rows: rule(node, Rows(rows.dim, rows.last * rows.blocks))  # type: ignore[arg-type]
+    return lambda node, rows: rule(node, replace(rows, last=rows.last * rows.blocks, blocks=1))
 
 
 def nothing_narrowed(rule: Rule) -> Rule:
@@ -97,7 +99,8 @@ def test_shared_results_and_the_tag_broken_are_noticed(
         patch.setitem(RULES, operator.getitem, mutate(RULES[operator.getitem]))
         assert noticed(aten.topk.default)
     monkeypatch.setattr(rules, "pointwise", mutate(arithmetic_rules.pointwise))
-    assert any(f.verdict == "wrong" for given in spread() for f in judge(given, gaps=False))
+    found = (f for given in spread() for f in judge(given, gaps=False))
+    assert any(f.verdict == "wrong" and f.rows.selected is None for f in found)
 
 
 # ---------------------------------------------------------------- rules that somebody might write
@@ -248,3 +251,81 @@ def test_broken_arithmetic_is_noticed(name: str, mutant: Any, ops: list[Any], mo
         if hasattr(module, name):
             monkeypatch.setattr(module, name, mutant)
     assert [str(op) for op in ops if not noticed(op)] == []
+
+
+# ---------------------------------------------------------------- selected rows
+
+CONSIDERS = {  # ops whose rules say less of selected rows than of the last ones
+    aten.slice.Tensor,
+    aten.cat.default,
+    aten.concat.default,
+    aten.concatenate.default,
+    aten.repeat.default,
+    aten.constant_pad_nd.default,
+    aten.pad.default,
+    aten.conv1d.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    *(op for op, known in RECURRENCES.items() if known.query_side),
+}
+
+
+def never_declines(rule: Rule) -> Rule:
+    """What holds of the last rows, said of selected ones as well."""
+
+    def selecting(argument: Any, rows: Rows) -> Any:
+        if isinstance(argument, Need):
+            return Need(argument.node, replace(argument.rows, selected=rows.selected))
+        if isinstance(argument, Call):
+            return Call(argument.target, selecting(argument.args, rows), selecting(argument.kwargs, rows))
+        if isinstance(argument, dict):
+            return {name: selecting(value, rows) for name, value in argument.items()}
+        return type(argument)(selecting(a, rows) for a in argument) if type(argument) in (list, tuple) else argument
+
+    def mutant(node: Node, rows: Rows) -> Call | None:
+        call = rule(node, replace(rows, selected=None))
+        return None if call is None else selecting(call, rows)
+
+    return mutant
+
+
+def selects_nothing(rule: Rule) -> Rule:
+    """The last rows alone."""
+    return lambda node, rows: rule(node, replace(rows, selected=None))
+
+
+@pytest.mark.parametrize("op", sorted(CONSIDERS, key=str), ids=str)
+def test_a_rule_that_forgets_to_decline_is_noticed(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, op, never_declines(RULES[op]))
+    assert noticed(op, selected=True)
+
+
+def test_every_rule_that_selects_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = []
+    for op in set(OPS) - (NO_OPERANDS - CONSTANT):
+        with monkeypatch.context() as patch:
+            patch.setitem(RULES, op, selects_nothing(RULES[op]))
+            if not noticed(op, selected=True):
+                missed.append(str(op))
+    assert not missed
+
+
+def sequences_first(rows: Rows, found: Rows, result: tuple[IntLike, ...], source: tuple[IntLike, ...]) -> Rows:
+    """Sequences where they were."""
+    return replace(found, selected=rows.selected)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mutant", "ops"),
+    [
+        (layout_rules, "_selecting", sequences_first, RESHAPES),
+        (rules, "_one_to_one", lambda other, node, batch: True, [aten.constant_pad_nd.default, aten.pad.default]),
+        (rules, "_spreads", lambda node, batch: True, [aten.matmul.default, aten.addmm.default, aten.index.Tensor]),
+        (rules, "OWN_SEQUENCES", tuple(RULES.values()), [aten.matmul.default, aten.transpose.int, aten.select.int]),
+    ],
+)
+def test_broken_arithmetic_of_sequences_is_noticed(
+    module: Any, name: str, mutant: Any, ops: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, mutant)
+    assert [str(op) for op in ops if not noticed(op, selected=True)] == []

@@ -109,7 +109,7 @@ def wrong(found: Sequence[Finding]) -> str:
 def narrows(finding: Finding) -> bool:
     """Whether the rule computed some rows, and not all."""
     rows = finding.rows
-    return finding.verdict == "right" and not same(rows.last * rows.blocks, finding.size[rows.dim])
+    return finding.verdict == "right" and not same(rows.length * rows.blocks, finding.size[rows.dim])
 
 
 def role(finding: Finding) -> Role:
