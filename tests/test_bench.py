@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import needles, prefill, quality
+from bench import needles, prefill, quality, selected_rows
 from ridgefill_compile.errors import OptionError
 from ridgefill_compile.evaluate.arms import score_window
 from ridgefill_compile.evaluate.kept import Kept
@@ -135,3 +135,41 @@ def test_an_arm_of_needles_is_a_name_or_rows():
     assert needles.chosen(["ridge", "pooled:0.2"]) == {"ridge": {}, "pooled:0.2": {"rows": "pooled:0.2"}}
     with pytest.raises(OptionError, match="no selector"):
         needles.chosen(["rigde"])
+
+
+def test_selected_rows_are_scored_once(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(selected_rows, "SCORED", 24)
+    windows = [Window(str(n), "prose", torch.randint(0, 64, (1, 321))) for n in range(3)]
+    arms = {name: selected_rows.ARMS[name] for name in ("ridge", "pooled", "random")}
+    arguments = (tiny_model(), [tiny_maps(1), tiny_maps(2)], arms, windows, 32, 40, Kept(tmp_path))
+    scores = selected_rows.score_arms(*arguments)
+    assert scores.keys() == {(0, "cut"), *((split, arm) for split in (1, 2) for arm in arms)}
+    assert all(len(each) == 3 for each in scores.values())
+    monkeypatch.setattr(selected_rows, "score_window", None)
+    again = selected_rows.score_arms(*arguments)
+    for key, each in scores.items():
+        assert all(torch.equal(a.delta_nll, b.delta_nll) for a, b in zip(each, again[key], strict=True))
+    found = {str(split): selected_rows.figures(scores, split, tuple(arms)) for split in (1, 2)}
+    pooled = found["2"]["pooled"]["novel"]
+    difference = found["2"]["random"]["novel"]["delta_nll"][0] - pooled["delta_nll"][0]
+    assert pooled["minus_random"][0] == pytest.approx(-difference)
+    assert "removed" not in found["2"]["ridge"]["novel"]
+    shown = {"model": "tiny", "rows": 320, "tail": 32, "windows": ["a"], "scored": 24, "tokens": {"novel": 3}}
+    selected_rows.show({**shown, "splits": found})
+    assert "pooled" in capsys.readouterr().out
+
+
+def test_the_context_is_cut_for_the_exact_model_alone():
+    model, ids = tiny_model(), torch.randint(0, 64, (1, 100))
+    cut = selected_rows.without_the_rest(model, 40)
+    with torch.no_grad():
+        logits = cut(input_ids=ids, logits_to_keep=3).logits
+        torch.testing.assert_close(logits, model(ids[:, -40:], logits_to_keep=3).logits)
+        assert not torch.allclose(logits, model(ids, logits_to_keep=3).logits, atol=1e-3)
+
+
+def test_an_arm_of_selected_rows_goes_with_ridge():
+    assert tuple(selected_rows.chosen(["tail"])) == ("ridge", "tail")
+    assert selected_rows.chosen(None) == selected_rows.ARMS
+    with pytest.raises(OptionError, match="no arm 'poled'"):
+        selected_rows.chosen(["poled"])

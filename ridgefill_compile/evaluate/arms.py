@@ -159,3 +159,36 @@ def summarize(windows: Iterable[TokenScores]) -> ArmSummary:
         novel=sum(map(len, novel)),
         scored=sum(map(len, kl)),
     )
+
+
+def paired(arm: Sequence[TokenScores], other: Sequence[TokenScores], tokens: Sequence[Tensor]) -> Interval:
+    """An arm's loss minus another's on the same tokens, in nats, with its interval over windows.
+
+    Args:
+        arm: scores on every window.
+        other: of another arm on the same windows.
+        tokens: `[K]` bool a window, the tokens that count.
+
+    Raises:
+        ValueError: no token counts.
+    """
+    both = zip(arm, other, tokens, strict=True)
+    return bootstrap([(a.delta_nll - b.delta_nll)[which].numpy() for a, b, which in both])
+
+
+def removed(arm: Sequence[TokenScores], other: Sequence[TokenScores], tokens: Sequence[Tensor]) -> Interval:
+    """Share of another arm's loss over exact that an arm does not have: 1 if it is exact, below 0 if it is worse.
+
+    Args:
+        arm: see `paired`.
+        other: see `paired`.
+        tokens: see `paired`.
+
+    Raises:
+        ValueError: no token counts.
+    """
+    both = zip(arm, other, tokens, strict=True)
+    return bootstrap(
+        [torch.stack([a.delta_nll, b.delta_nll], 1)[which].numpy() for a, b, which in both],
+        lambda losses: 1 - losses[:, 0].mean() / losses[:, 1].mean(),
+    )

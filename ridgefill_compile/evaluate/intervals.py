@@ -47,8 +47,10 @@ def bootstrap(
     """BCa bootstrap interval of `statistic` over the pooled tokens, drawing windows with replacement.
 
     Args:
-        windows: one `[K_w]` array of per-token values a window; windows without a token are left out.
-        statistic: `[K] -> float` on the concatenation of the drawn windows, such as `np.mean` or `np.median`.
+        windows: one `[K_w]` array of per-token values a window (or `[K_w, n]`: n values a token); windows without a
+            token are left out.
+        statistic: `[K] -> float` (or `[K, n] -> float`) on the concatenation of the drawn windows, such as `np.mean`
+            or `np.median`.
         resamples: how many times the windows are drawn.
         confidence: share of the interval, 0.95 for 95 %.
         seed: of the draws, so that the same figures come out again.

@@ -14,6 +14,8 @@ from torch import Tensor
 
 RUN = 8
 """Tokens in a run: a token inside a run of this length that occurred before is not novel."""
+RISE = 2.0
+"""Nats by which a key token's loss rises, at least, when the context is cut (paper)."""
 
 
 def novel_tokens(ids: Tensor, run: int = RUN) -> Tensor:
@@ -114,3 +116,16 @@ def score(exact: Tensor, other: Tensor, ids: Tensor) -> TokenScores:
         kl=kl_divergence(exact, other),
         agree=exact.argmax(-1) == other.argmax(-1),
     )
+
+
+def key_tokens(cut: TokenScores, rise: float = RISE) -> Tensor:
+    """Which scored tokens hang on what is far back: the exact model loses more than `rise` nats without it.
+
+    Args:
+        cut: the exact model on the last rows of a prompt alone, against itself on all of it.
+        rise: in nats.
+
+    Returns:
+        `[K]` bool.
+    """
+    return cut.delta_nll > rise

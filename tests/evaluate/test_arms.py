@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from ridgefill_compile.errors import RidgefillError
-from ridgefill_compile.evaluate.arms import ARMS, arms_of, compare, last_logits, score_window, summarize
+from ridgefill_compile.evaluate.arms import (
+    ARMS,
+    arms_of,
+    compare,
+    last_logits,
+    paired,
+    removed,
+    score_window,
+    summarize,
+)
 from ridgefill_compile.evaluate.measures import TokenScores
 from ridgefill_compile.evaluate.texts import Window
 from ridgefill_compile.maps import RidgeMaps, SplitMaps
@@ -75,3 +84,33 @@ def test_text_that_only_repeats_itself_says_so():
     nothing = TokenScores(*(torch.zeros(3, dtype=kind) for kind in (torch.bool, torch.float, torch.float, torch.bool)))
     with pytest.raises(RidgefillError, match="no scored token is novel"):
         summarize([nothing])
+
+
+def losing(*losses):
+    return TokenScores(
+        novel=torch.ones(len(losses)).bool(),
+        delta_nll=torch.tensor(losses),
+        kl=torch.zeros(len(losses)),
+        agree=torch.ones(len(losses)).bool(),
+    )
+
+
+def test_arms_are_paired_on_the_tokens_that_count():
+    arm = [losing(1.0, 2.0, 9.0), losing(3.0, 1.0, 9.0)]
+    other = [losing(2.0, 6.0, 0.0), losing(4.0, 4.0, 0.0)]
+    tokens = [torch.tensor([True, True, False]), torch.tensor([True, False, False])]
+    assert paired(arm, other, tokens).value == pytest.approx((-1 - 4 - 1) / 3)
+    assert removed(arm, other, tokens).value == pytest.approx(1 - 6 / 12)
+    assert removed(other, other, tokens).value == 0
+    with pytest.raises(ValueError, match="no tokens"):
+        paired(arm, other, [torch.zeros(3).bool()] * 2)
+
+
+def test_the_share_removed_has_an_interval_over_windows():
+    torch.manual_seed(0)
+    other = [losing(*torch.rand(20).tolist()) for _ in range(8)]
+    arm = [losing(*(each.delta_nll * (0.4 + 0.2 * torch.rand(()))).tolist()) for each in other]
+    found = removed(arm, other, [each.novel for each in other])
+    assert found.low is not None
+    assert found.high is not None
+    assert 0.4 < found.low < found.value < found.high < 0.6

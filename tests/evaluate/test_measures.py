@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ridgefill_compile.evaluate.measures import kl_divergence, novel_tokens, score, token_nll
+from ridgefill_compile.evaluate.measures import key_tokens, kl_divergence, novel_tokens, score, token_nll
 
 
 def repeated_by_definition(ids: list[int], run: int) -> list[bool]:
@@ -87,3 +87,13 @@ def test_scores_refuse_logits_that_do_not_fit():
         score(torch.zeros(3, 4), torch.zeros(2, 4), torch.zeros(9, dtype=torch.long))
     with pytest.raises(ValueError, match="do not fit"):
         score(torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))
+
+
+def test_key_tokens_lose_much_without_the_context():
+    ids = torch.tensor([0, 1, 2, 3, 0, 1])
+    exact, cut = torch.zeros(2, 4), torch.zeros(2, 4)
+    exact[0, 0] = exact[1, 1] = 50.0  # sure of both; without the context, of the second alone
+    cut[1, 1] = 50.0
+    scores = score(exact, cut, ids)
+    assert key_tokens(scores, rise=1.3).tolist() == [True, False]
+    assert key_tokens(scores).tolist() == [False, False]  # log 4 is less than two nats
