@@ -79,7 +79,7 @@ def _selecting(rows: Rows, found: Rows, result: Sequence[IntLike], source: Seque
         outer = product(source[: found.dim]) * found.blocks
         return replace(found, selected=selected) if same(outer, 1) or same(found.blocks, 1) else None
     sequences = rows.blocks if selected.batch == BLOCKS else result[selected.batch]  # type: ignore[index]
-    before = product(result[: rows.dim if selected.batch == BLOCKS else selected.batch])  # type: ignore[misc]
+    before = product(result[: rows.dim if selected.batch == BLOCKS else selected.batch])  # type: ignore[index]
     if same(found.blocks, 1):
         places = [dim for dim in range(found.dim) if not same(source[dim], 1)]
         at = [dim for dim in places if same(source[dim], sequences)]

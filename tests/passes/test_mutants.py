@@ -49,7 +49,7 @@ def one_less(rule: Rule) -> Rule:
 
 def one_block(rule: Rule) -> Rule:
     """As many rows, all from the end of the last sample."""
-    return lambda node, rows: rule(node, replace(rows, last=rows.last * rows.blocks, blocks=1))
+    return lambda node, rows: rule(node, replace(rows, last=rows.last * rows.blocks, blocks=1))  # type: ignore[arg-type]
 
 
 def nothing_narrowed(rule: Rule) -> Rule:
