@@ -198,7 +198,7 @@ class QuestionBlind:
     def scores(self, prompt: Prompt) -> Tensor:
         """[batch, prefix]"""
         end = prompt.prefix
-        read = prompt.read_by(end - self.readers, end, self.layers)
+        read = prompt.read_by(torch.sym_max(end - self.readers, 0), end, self.layers)
         return torch.stack([w.sum((1, 2)) for w in read]).sum(0)
 
 
@@ -379,14 +379,16 @@ def choose(prompt: Prompt, selectors: Sequence[Selector]) -> Tensor:
     taken = torch.zeros(prompt.batch, prompt.prefix, dtype=torch.bool, device=prompt.device)
     if prompt.valid is not None:
         invalid = prompt.valid[:, : prompt.prefix].logical_not()
-    parts = []
+    parts: list[Tensor] = []
+    share = 0.0
     for selector in selectors:
-        scores = selector.scores(prompt).double()
+        scores = selector.scores(prompt).double().nan_to_num(-1e299, neginf=-1e299)
         if prompt.valid is not None:
             scores = scores.masked_fill(invalid, -1e300)  # before rows that are taken: a row is kept once
-        scores = scores.nan_to_num(-1e299).masked_fill(taken, -torch.inf)
+        scores = scores.masked_fill(taken, -torch.inf)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
-        part = order[:, : count_of(selector.share, prompt.prefix)]
+        before, share = count_of(share, prompt.prefix), share + selector.share
+        part = order[:, : count_of(share, prompt.prefix) - before]  # rounded once: halves of an odd prefix are no more
         taken = taken.scatter(1, part, True)
         parts.append(part)
     return torch.cat(parts, -1).sort(-1).values
