@@ -137,12 +137,12 @@ class _Writer:
         selected = wanted.selected
         if selected is None:
             return self._slice(value, wanted)
-        sequences = selected.batch is not None
+        batch = wanted.dim if selected.batch == BLOCKS else selected.batch
         length = shape(value)[wanted.dim] // (wanted.blocks * selected.each)
         index = self._index_with_last(selected.index, length, wanted.last // selected.each)
-        if selected.batch == BLOCKS or selected.each != 1:
-            return self.emit(take_entries, value, index, wanted.dim, selected.each, sequences, like=value)
-        return self.emit(take_rows, value, index, wanted.dim, selected.batch, like=value)
+        if batch == wanted.dim or selected.each != 1:
+            return self.emit(take_entries, value, index, wanted.dim, selected.each, batch, like=value)
+        return self.emit(take_rows, value, index, wanted.dim, batch, like=value)
 
     def _index_with_last(self, index: Node, length: IntLike, last: int) -> Node:
         """Positions of selected and last rows; once per graph."""

@@ -34,16 +34,17 @@ def put_rows(value: Tensor, index: Tensor, rows: Tensor, dim: int, batch: int | 
     return value.scatter(dim, _shown(index, list(rows.shape), dim, batch), rows)
 
 
-def take_entries(value: Tensor, index: Tensor, dim: int, each: int = 1, in_blocks: bool = False) -> Tensor:
+def take_entries(value: Tensor, index: Tensor, dim: int, each: int = 1, batch: int | None = None) -> Tensor:
     """Rows of a value whose dimension `dim` holds several things in memory order: sequences (one for each row of the
-    index, if `in_blocks`), positions in them, `each` neighbouring entries of a position.
+    index, where `batch` is `dim`), positions in them, `each` neighbouring entries of a position.
 
         [B * N * each, d]  ->  [B * count * each, d]
     """
-    sequences = index.shape[0] if in_blocks else 1
+    sequences = index.shape[0] if batch == dim else 1
     apart = value.unflatten(dim, (sequences, value.shape[dim] // (sequences * each), each))
-    taken = take_rows(apart, index, dim + 1, dim if in_blocks else None)
-    return taken.flatten(dim, dim + 2)
+    taken = take_rows(apart, index, dim + 1, batch if batch is None or batch <= dim else batch + 2)
+    inserted = 0 if batch is None else max(0, -batch)
+    return taken.flatten(dim + inserted, dim + inserted + 2)
 
 
 def spread_rows(rows: Tensor, index: Tensor, like: Tensor, dim: int, last: int, batch: int | None = None) -> Tensor:
