@@ -3,6 +3,7 @@
     functionalize   no writes in place: every later pass may reason about values
     locate          layers, split state, state writes (changes nothing)
     route           the method: predicted inputs on prefix rows   -- or accumulate, to calibrate
+    correct         filled keys and values at exact lengths, or spliced, when asked; part of route
     demand          which rows of each value are read (changes nothing)
     eliminate       compute just those
     verify          after each of them, when asked
