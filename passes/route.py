@@ -26,11 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill
@@ -65,6 +67,9 @@ class Maps(Protocol):
 class Fill:
     """What to fill: the route, the split, the tail, the maps of a ridge route, what selects rows to
     keep exact, and the tokenizer's table for those that read tokens.
+
+    Of a chunk before the prompt's tail, `tail` is 0; where the tail begins in it, all but the last of its rows of the
+    tail are `given`: positions that are a further input of the graph.
     """
 
     route: str
@@ -73,6 +78,7 @@ class Fill:
     maps: Maps | None = None
     selectors: tuple[Selector, ...] = ()
     tokens: Mapping[str, torch.Tensor] | None = None
+    given: bool = False
     correction: Correction = field(default_factory=Correction)
 
 
@@ -96,7 +102,9 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
     split_state = copies[late[0].input]
     truth = _twin(graph, inputs_of(graph)) if fill.route == "oracle" or fill.correction.splice else {}
     router = _Router(emit, located, fill, split_state, truth)
-    if fill.selectors:
+    if fill.given:
+        router.selected = _given_rows(graph, emit, split_state)
+    elif fill.selectors:
         router.selected = router.select(copies)
     for layer in late[1:]:
         router.replace(layer.index, copies[layer.input])
@@ -104,6 +112,8 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
         router.correct(copies, attention_states(module.graph, located, fill.split))
     if fill.route == "none":
         hide_prefix(emit, copies, located, fill, router.selected)
+    if fill.tail == 0:
+        _deny(emit, copies[located.result])
     for name, tensor in router.tensors.items():
         result.register_buffer(name, tensor, persistent=False)
     graph.lint()
@@ -171,8 +181,10 @@ class _Router:
             predicted = self.prediction(layer, value)
             if self.selected is not None:
                 predicted = self._keep_selected(predicted, value, self.selected)
-            exact = self.rows(value, -self.fill.tail, TO_THE_END)
-            merged = self.emit(aten.cat.default, [predicted, exact], self.located.row_dim, like=value)
+            merged = predicted
+            if self.fill.tail > 0:
+                exact = self.rows(value, -self.fill.tail, TO_THE_END)
+                merged = self.emit(aten.cat.default, [predicted, exact], self.located.row_dim, like=value)
         for reader in readers:
             reader.replace_input_with(value, merged)
         self.merged[layer] = merged
@@ -203,7 +215,8 @@ class _Router:
             return self.rows(self.truth[value], 0, -self.fill.tail)
         if prefix is None and self._split_prefix is None:
             with self.emit.graph.inserting_before(self.split_state.next):
-                self._split_prefix = self.rows(self.split_state, 0, -self.fill.tail)
+                end = -self.fill.tail if self.fill.tail > 0 else TO_THE_END
+                self._split_prefix = self.rows(self.split_state, 0, end)
         prefix = prefix or self._split_prefix
         assert prefix is not None
         if self.fill.route != "ridge":
@@ -279,6 +292,32 @@ def _twin(graph: torch.fx.Graph, inputs: list[Node]) -> dict[Node, Node]:
         for node in nodes:
             twins[node] = graph.node_copy(node, lambda n: twins[n])
     return twins
+
+
+def _given_rows(graph: torch.fx.Graph, emit: Emitter, split_state: Node) -> Node:
+    """A further input, behind the others: positions of rows that stay exact, int64 [count], for every sequence."""
+    last = inputs_of(graph)[-1]
+    with graph.inserting_after(last):
+        given = graph.placeholder("exact_rows")
+    context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    positions = torch.arange(SOME, device=split_state.meta["val"].device)
+    source = ConstantSource("ridgefill_exact_rows")
+    given.meta["val"] = emit.mode.from_tensor(positions, source=source, symbolic_context=context)
+    return given
+
+
+SOME = 97
+"""Rows that are given when a graph is traced: a number that no size has by chance."""
+
+
+def _deny(emit: Emitter, result: Node) -> None:
+    """Return NaN in place of the logits: every row is filled, so none has any."""
+    value = result.meta["val"]
+    output = emit.graph.output_node()
+    with emit.graph.inserting_before(output):
+        size = [emit.size(length) for length in shape(result)]
+        nothing = emit(aten.full.default, size, float("nan"), dtype=value.dtype, device=value.device, pin_memory=False)
+    output.replace_input_with(result, nothing)
 
 
 def hide_prefix(

@@ -19,6 +19,7 @@ from ridgefill_compile.errors import (
     RidgefillWarning,
 )
 from ridgefill_compile.maps import RidgeMaps
+from ridgefill_compile.pieces import prompt_length
 from ridgefill_compile.report import report
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "RidgefillError",
     "RidgefillWarning",
     "calibrate",
+    "prompt_length",
     "report",
 ]

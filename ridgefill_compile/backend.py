@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,9 @@ from torch.fx import GraphModule
 from ridgefill_compile.errors import CannotFill, MapsError, OptionError, RidgefillError, RidgefillWarning
 from ridgefill_compile.fill import fill_graph, load_maps, other_weights, stamp_of
 from ridgefill_compile.options import Options
-from ridgefill_compile.plan import plan
+from ridgefill_compile.passes.emit import inputs_of
+from ridgefill_compile.pieces import WHOLE, InPieces
+from ridgefill_compile.plan import plan, prompt_rows
 from ridgefill_compile.recurrences.substitute import known_substitutions, substitute_recurrences
 from ridgefill_compile.report import GraphReport, remember
 
@@ -91,15 +94,59 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
     except (OptionError, MapsError):
         raise
     except Exception as error:  # whatever goes wrong in a pass, the model can still answer exactly
-        refusal = error if isinstance(error, CannotFill) else _bug(error)
-        if options.strict:
-            raise refusal from error
-        graph_report.reason, graph_report.hint, graph_report.node = refusal.reason, refusal.hint, refusal.node
-        warnings.warn(f"prompt runs exactly, not filled: {refusal}", RidgefillWarning, stacklevel=2)
+        refuse(error, options, graph_report)
     started = time.perf_counter()
     compiled = inner_compiler(options)(lowered, example_inputs)
     graph_report.inner_seconds = time.perf_counter() - started
-    return for_each_model(compiled, module, example_inputs, options, graph_report) if graph_report.filled else compiled
+    if graph_report.filled:
+        compiled = for_each_model(compiled, module, example_inputs, options, graph_report)
+    one_row = graph_report.rows == 1 and not graph_report.dynamic
+    if graph_report.rows is None or one_row or options.route in ("exact", "lossless"):
+        return compiled
+    return InPieces(module, compiled, options.tail, graph_report.filled, partial(compile_chunk, module, options))
+
+
+def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inputs: Sequence[Any]) -> Compiled:
+    """The graph of a piece of a prompt, compiled when it is called.
+
+    Args:
+        module: Dynamo's graph, with the fake values that it was traced on.
+        options: the graph's.
+        chunk: what is filled of the piece; None: nothing.
+        inputs: the piece's own, of which the parameters are looked at.
+    """
+    rows = next(prompt_rows(module))
+    graph_report = GraphReport(route=options.route, tail=0, chunk=True, reason="a chunk in the prompt's tail")
+    graph_report.rows = int(rows.node.hint) if isinstance(rows, torch.SymInt) else rows
+    graph_report.dynamic = isinstance(rows, torch.SymInt)
+    remember((x for x in inputs if isinstance(x, torch.nn.Parameter)), graph_report)
+    lowered = module
+    try:
+        if chunk is not None and options.route != "exact":
+            lowered = fill_graph(module, inputs, options, graph_report, chunk)
+            graph_report.filled = True
+            what = "before the prompt's tail" if chunk == WHOLE else "in which the prompt's tail begins"
+            graph_report.reason = f"a chunk {what}, filled from layer {graph_report.split} on"
+    except (OptionError, MapsError):
+        raise
+    except Exception as error:
+        refuse(error, options, graph_report)
+    values = [node.meta.get("example_value", node.meta.get("val")) for node in inputs_of(lowered.graph)]
+    started = time.perf_counter()
+    compiled = inner_compiler(options)(lowered, values)
+    graph_report.inner_seconds = time.perf_counter() - started
+    if not graph_report.filled:
+        return lambda *given: compiled(*given[: len(values)])
+    return for_each_model(compiled, module, inputs, options, graph_report)
+
+
+def refuse(error: Exception, options: Options, graph_report: GraphReport) -> None:
+    """Note why a graph runs exactly, and warn; under `strict`, raise it."""
+    refusal = error if isinstance(error, CannotFill) else _bug(error)
+    if options.strict:
+        raise refusal from error
+    graph_report.reason, graph_report.hint, graph_report.node = refusal.reason, refusal.hint, refusal.node
+    warnings.warn(f"prompt runs exactly, not filled: {refusal}", RidgefillWarning, stacklevel=3)
 
 
 def for_each_model(

@@ -26,6 +26,7 @@ from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
+from ridgefill_compile.pieces import WHOLE
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
 from ridgefill_compile.selectors import parse_rows
@@ -34,9 +35,15 @@ LEAST_GAIN = 1.02  # a fill that saves less than this share of multiply-adds is 
 
 
 def fill_graph(
-    module: GraphModule, example_inputs: Sequence[Any], options: Options, graph_report: GraphReport
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    graph_report: GraphReport,
+    chunk: str | None = None,
 ) -> GraphModule:
     """Rewrite one of Dynamo's prefill graphs; fills in `graph_report`.
+
+    `chunk`: what is filled of a piece of a prompt (see `pieces.py`); None: it is a whole prompt.
 
     Raises:
         CannotFill: the graph cannot be filled soundly, or nothing would be saved.
@@ -53,6 +60,9 @@ def fill_graph(
     graph_report.layers = len(located.layers)
     correction = Correction(options.value_rescale, options.key_rescale, options.splice)
     fill = replace(choose_fill(located, options, example_inputs), correction=correction)
+    if chunk is not None:
+        fill = of_chunk(fill, chunk)
+        graph_report.tail = fill.tail
     graph_report.split = fill.split
     run("check", lambda: _check(captured, located, fill))
     if correction:
@@ -68,10 +78,24 @@ def fill_graph(
     run("cost", lambda: _count(graph_report, captured, result))
     _count_layers(graph_report, located)
     result = expand(result)
-    if options.eliminate and options.route != "oracle" and options.splice is None:
+    if chunk is None and options.eliminate and options.route != "oracle" and options.splice is None:
         check_gain(graph_report, blocked)
     keep_input_sources(result, module)
     return result
+
+
+def of_chunk(fill: Fill, chunk: str) -> Fill:
+    """The fill of a piece of a prompt.
+
+    Raises:
+        CannotFill: an option that needs the whole prompt.
+    """
+    if fill.selectors or fill.correction:
+        raise CannotFill(
+            "a prompt in pieces cannot have rows selected or rescaled: its last rows are not there yet",
+            hint="run the prompt at once, or without the options 'rows', 'value_rescale', 'key_rescale' and 'splice'",
+        )
+    return replace(fill, tail=0) if chunk == WHOLE else replace(fill, tail=1, given=True)
 
 
 def _drop_unread_rows(captured: GraphModule, run: PassRunner, graph_report: GraphReport) -> GraphModule:
@@ -94,7 +118,8 @@ def _drop_unread_rows(captured: GraphModule, run: PassRunner, graph_report: Grap
 
 
 def _check(captured: GraphModule, located: Located, fill: Fill) -> None:
-    check_wanted_rows(captured.graph, located, fill.tail)
+    if fill.tail > 0 or located.others:
+        check_wanted_rows(captured.graph, located, fill.tail)
     check_late_states(captured.graph, located, fill.split, fill.tail)
 
 
@@ -220,7 +245,7 @@ def check_gain(graph_report: GraphReport, blocked: list[Node]) -> None:
 def keep_input_sources(result: GraphModule, module: GraphModule) -> None:
     """Hand on what Dynamo knows of its graph's inputs: Inductor reads off it which of them keep their address."""
     sources = {}
-    for new, old in zip(inputs_of(result.graph), inputs_of(module.graph), strict=True):
+    for new, old in zip(inputs_of(result.graph), inputs_of(module.graph), strict=False):  # one may be given more
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     for name, _ in [*result.named_parameters(), *result.named_buffers()]:
@@ -232,7 +257,7 @@ def keep_input_sources(result: GraphModule, module: GraphModule) -> None:
 def _count(graph_report: GraphReport, captured: GraphModule, result: GraphModule) -> None:
     """Multiply-adds before and after, as formulas and at the traced sizes."""
     exact, filled = multiply_adds(captured.graph), multiply_adds(result.graph)
-    sizes = values_of_sizes(captured.graph)
+    sizes = values_of_sizes(result.graph)
     graph_report.formulas, graph_report.sizes = (exact, filled), sizes
     graph_report.multiply_adds_exact = int(exact.subs(sizes))
     graph_report.multiply_adds_filled = int(filled.subs(sizes))

@@ -34,6 +34,7 @@ class GraphReport:
         blocked: nodes of late layers that run on every row for want of a rule.
         corrected, uncorrected: layers whose filled keys or values were rescaled or spliced, and late layers with states
             that were left alone, and why; empty where no correction was asked for.
+        chunk: whether it is for a piece of a prompt, compiled beside a graph of Dynamo's.
         graph_break: where Dynamo stopped tracing, if it did.
     """
 
@@ -56,6 +57,7 @@ class GraphReport:
     blocked: list[str] = field(default_factory=list)
     corrected: list[str] = field(default_factory=list)
     uncorrected: list[str] = field(default_factory=list)
+    chunk: bool = False
     graph_break: str | None = None
     number: int = field(default_factory=itertools.count().__next__)
     formulas: tuple[sympy.Expr, sympy.Expr] | None = field(default=None, repr=False)
@@ -138,12 +140,16 @@ _reports: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reports of
 
 
 def remember(parameters: Iterable[torch.Tensor], graph: GraphReport) -> int:
-    """File a report under the parameters its graph reads; it is forgotten when they are. How many there are by now."""
+    """File a report under the parameters its graph reads; it is forgotten when they are.
+
+    Returns:
+        How many graphs of Dynamo's there are by now.
+    """
     most = 0
     for parameter in parameters:
         filed = _reports.setdefault(parameter, [])
         filed.append(graph)
-        most = max(most, len(filed))
+        most = max(most, sum(not each.chunk for each in filed))
     return most
 
 

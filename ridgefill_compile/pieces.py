@@ -1,0 +1,169 @@
+"""Prefill in pieces: chunks of a long prompt, each run by itself, filled as if the prompt had been run at once.
+
+A row is filled if at least `tail` rows of the *prompt* come after it. A chunk alone does not show that, so the prompt's
+length is said once:
+
+    with ridgefill_compile.prompt_length(ids.shape[1]):
+        model.generate(ids, prefill_chunk_size=1024)
+
+or around a chunk loop of one's own. A chunk before the tail is filled whole, one in the tail runs exactly, and in one
+that the tail begins in, its rows of the tail are exact. A chunk that is filled whole has no true logits: they are NaN.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ridgefill_compile.errors import CannotFill, OptionError, RidgefillWarning
+from ridgefill_compile.passes.emit import inputs_of
+from ridgefill_compile.passes.rows import IntLike
+from ridgefill_compile.plan import prompt_rows
+
+Compiled = Callable[..., Any]
+
+WHOLE, BEGINNING = "whole", "beginning"
+"""What is filled of a chunk: all of it, or the rows before the tail."""
+
+
+@dataclass
+class PromptInPieces:
+    """A prompt of `rows` rows, of which the first `done` have run."""
+
+    rows: int
+    done: int = 0
+
+    def filled_rows(self, rows: int, tail: int) -> int:
+        """How many of the next `rows` are to be filled; they count as done from now on."""
+        before_tail = self.rows - tail - self.done
+        self.done += rows
+        return min(max(before_tail, 0), rows)
+
+
+_current: ContextVar[PromptInPieces | None] = ContextVar("ridgefill_prompt", default=None)
+
+
+@contextmanager
+def prompt_length(rows: Any) -> Iterator[None]:
+    """Inside, calls of a compiled model are chunks of one prompt of so many rows (padding included), in order.
+
+    Rows of former turns, which the cache holds already, do not count.
+
+    Raises:
+        OptionError: the length is no whole number above 0.
+
+    Warns:
+        RidgefillWarning: no chunk of a compiled model came by.
+    """
+    if not isinstance(rows, int) or rows < 1:
+        raise OptionError(f"prompt_length needs a whole number of rows, not {rows!r}")
+    prompt = PromptInPieces(rows)
+    before = _current.set(prompt)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+    if prompt.done == 0:
+        warnings.warn(
+            "prompt_length: no model compiled with backend 'ridgefill' ran in it", RidgefillWarning, stacklevel=3
+        )
+
+
+class InPieces:
+    """A compiled prompt graph that knows what to do with a chunk; without `prompt_length` it is the graph as compiled.
+
+    Args:
+        module: Dynamo's graph.
+        ordinary: it, compiled for a whole prompt: filled, or exact.
+        tail: exact rows at the prompt's end.
+        filled: whether `ordinary` is filled, and so runs just its last `tail` rows exactly.
+        compile_chunk: what is filled of a chunk (None: nothing), and the chunk's inputs -> the graph compiled so.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        ordinary: Compiled,
+        tail: int,
+        filled: bool,
+        compile_chunk: Callable[[str | None, Sequence[Any]], Compiled],
+    ) -> None:
+        self.ordinary, self.tail, self.filled = ordinary, tail, filled
+        self.compile_chunk = compile_chunk
+        self.sizes = Sizes(module)
+        self.rows: IntLike = next(prompt_rows(module))
+        self.chunks: dict[str | None, tuple[Compiled, list[Any]]] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run a prompt, or the next chunk of one."""
+        prompt = _current.get()
+        if prompt is None:
+            return self.ordinary(*inputs)
+        rows = self.sizes.value(self.rows, inputs)
+        filled = prompt.filled_rows(rows, self.tail)
+        if filled == (rows - self.tail if self.filled else 0):
+            return self.ordinary(*inputs)
+        if filled in (0, rows):
+            return self.run(WHOLE if filled else None, inputs)
+        device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
+        return self.run(BEGINNING, (*inputs, torch.arange(filled, rows - 1, device=device)))
+
+    def run(self, filled: str | None, inputs: Sequence[Any]) -> Any:
+        """A chunk on the graph for its kind, which is compiled when the first one comes by.
+
+        Dynamo's guards were made before that. So sizes that this compilation relied on are looked at here.
+        """
+        if filled not in self.chunks:
+            before = len(self.sizes.guards())
+            compiled = self.compile_chunk(filled, inputs)
+            self.chunks[filled] = compiled, self.sizes.guards()[before:]
+        compiled, guards = self.chunks[filled]
+        if not all(self.sizes.holds(guard.expr, inputs) for guard in guards):
+            raise CannotFill(
+                f"a chunk of another kind of length than the ones before: {guards[0].expr} no longer holds",
+                hint="call torch._dynamo.reset(), or use chunks of equal length",
+            )
+        return compiled(*inputs)
+
+
+class Sizes:
+    """What symbolic sizes of a graph are, told from its inputs."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.places: dict[Any, tuple[int, int | None]] = {}
+        self.environment: ShapeEnv | None = None
+        for place, node in enumerate(inputs_of(module.graph)):
+            value = node.meta.get("example_value")
+            sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+            for dim, size in enumerate(sizes):
+                if isinstance(size, torch.SymInt):
+                    self.environment = size.node.shape_env
+                    at = (place, dim if isinstance(value, torch.Tensor) else None)
+                    self.places.setdefault(size.node.expr, at)
+
+    def guards(self) -> list[Any]:
+        """Conditions on sizes so far."""
+        return [] if self.environment is None else self.environment.guards
+
+    def value(self, size: IntLike, inputs: Sequence[Any]) -> int:
+        """A size of one call."""
+        return size if isinstance(size, int) else int(size.node.expr.subs(self._values(size.node.expr, inputs)))
+
+    def holds(self, condition: Any, inputs: Sequence[Any]) -> bool:
+        """Whether a condition is met in one call."""
+        return bool(condition.subs(self._values(condition, inputs)) == True)  # noqa: E712 - sympy's own true
+
+    def _values(self, expression: Any, inputs: Sequence[Any]) -> dict[Any, int]:
+        found = {}
+        for symbol in expression.free_symbols:
+            place, dim = self.places.get(symbol, (-1, 0))  # of the positions that are given, behind all others
+            found[symbol] = int(inputs[place] if dim is None else inputs[place].shape[dim])
+        return found

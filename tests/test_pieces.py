@@ -1,0 +1,148 @@
+"""Prefill in pieces fills what prefill at once fills, wherever the boundaries fall."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, StaticCache
+
+import ridgefill_compile
+from ridgefill_compile import CannotFill, OptionError, RidgefillWarning, prompt_length, report
+from ridgefill_compile.recurrences.substitute import substitute_recurrences
+from ridgefill_compile.zoo.calling import worst
+from tests.decoders import FILLED, RECURRENT, cache_of, states_of, token_ids
+
+ROWS, TAIL = 120, 24
+OPTIONS: dict[str, Any] = {
+    "route": "identity", "split": 2, "tail": TAIL, "min_fill": 8, "inner": "eager", "strict": True, "verify": True,
+}  # fmt: skip
+
+
+def compiled(model: PreTrainedModel, **options: Any) -> Any:
+    """The model, compiled afresh."""
+    torch._dynamo.reset()
+    substitute_recurrences(model)  # asked for by name, they are for the models that are imported by then
+    return torch.compile(model, backend="ridgefill", options={**OPTIONS, **options})
+
+
+def in_pieces(fast: Any, ids: torch.Tensor, cuts: Sequence[int], cache: Any = None) -> list[Any]:
+    """Outputs of every chunk of a prompt."""
+    outputs, at = [], 0
+    with torch.no_grad(), prompt_length(ids.shape[1]):
+        for rows in cuts:
+            given = {} if cache is None else {"past_key_values": cache}
+            outputs.append(fast(ids[:, at : at + rows], use_cache=True, logits_to_keep=1, **given))
+            cache, at = cache_of(outputs[-1]), at + rows
+    return outputs
+
+
+def at_once(fast: Any, ids: torch.Tensor, **given: Any) -> Any:
+    """Output of the whole prompt."""
+    with torch.no_grad():
+        return fast(ids, use_cache=True, logits_to_keep=1, **given)
+
+
+CUTS = {
+    "the tail within a chunk": (50, 40, 30),
+    "a chunk ends where the tail begins": (48, 48, 24),
+    "the tail in several chunks": (60, 40, 20),
+    "the last row alone is exact in a chunk": (50, 47, 23),
+    "chunks of one length": (40, 40, 40),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "qwen3_moe", "mamba2"])
+def test_pieces_fill_what_the_whole_prompt_fills(name: str) -> None:
+    """Logits and every state are those of one prefill, to rounding, for every way to cut the prompt."""
+    model = {**FILLED, **RECURRENT}[name].build()
+    ids = token_ids(rows=ROWS, batch=2)
+    whole = at_once(compiled(model), ids)
+    fast = compiled(model)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for cuts in CUTS.values() if name == "llama" else [CUTS["the tail within a chunk"]]:
+            last = in_pieces(fast, ids, cuts)[-1]
+            assert worst([whole.logits], [last.logits]) < 1e-5, cuts
+            states, found = states_of(whole), states_of(last)
+            assert states.keys() == found.keys()
+            assert max(worst([states[key]], [found[key]]) for key in states) < 1e-4, cuts
+
+
+def test_chunks_differ_from_an_exact_prefill() -> None:
+    """Late keys of the prefix are predicted; early ones, and all of the first late layer's, are exact."""
+    model = FILLED["llama"].build()
+    ids = token_ids(rows=ROWS)
+    exact, filled = states_of(at_once(model, ids)), states_of(in_pieces(compiled(model), ids, (50, 40, 30))[-1])
+    for layer in range(3):
+        assert worst([exact[f"{layer}.keys"]], [filled[f"{layer}.keys"]]) < 1e-5
+    assert worst([exact["3.keys"]], [filled["3.keys"]]) > 1e-2
+
+
+def test_a_chunk_without_true_logits_has_none() -> None:
+    """Logits of a chunk that is filled whole are NaN; those of later ones are numbers."""
+    outputs = in_pieces(compiled(FILLED["llama"].build()), token_ids(rows=ROWS), (50, 40, 30))
+    assert [bool(output.logits.isnan().all()) for output in outputs] == [True, True, False]
+    assert not outputs[-1].logits.isnan().any()
+
+
+def test_static_cache() -> None:
+    """Chunks write into a cache of fixed size."""
+    model = FILLED["llama"].build()
+    ids = token_ids(rows=ROWS)
+    caches = [StaticCache(config=model.config, max_cache_len=ROWS + 8) for _ in range(2)]
+    whole = at_once(compiled(model), ids, past_key_values=caches[0])
+    last = in_pieces(compiled(model), ids, (50, 40, 30), caches[1])[-1]
+    assert worst([whole.logits], [last.logits]) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::ridgefill_compile.RidgefillWarning")
+def test_generate_in_chunks() -> None:
+    """`generate(prefill_chunk_size=)` in `prompt_length` gives the tokens of one filled prefill."""
+    model = FILLED["llama"].build()
+    ids = token_ids(rows=ROWS)
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    torch._dynamo.reset()
+    model.compile(backend="ridgefill", options={**OPTIONS, "strict": False})
+    whole = model.generate(ids, **settings)
+    with prompt_length(ROWS):
+        chunks = model.generate(ids, prefill_chunk_size=48, **settings)
+    assert whole.tolist() == chunks.tolist()
+    said = [graph.reason for graph in report(model).graphs]
+    assert any("a chunk before the prompt's tail" in reason for reason in said)
+
+
+def test_without_the_length_chunks_are_prompts() -> None:
+    """Each chunk then keeps a tail of its own, as any prompt does."""
+    model = FILLED["llama"].build()
+    fast = compiled(model)
+    with torch.no_grad():
+        first = fast(token_ids(rows=50), use_cache=True, logits_to_keep=1)
+    assert not first.logits.isnan().any()
+
+
+def test_selected_rows_need_the_whole_prompt() -> None:
+    """Rows cannot be selected for a question that is not there yet: refused, and exact without `strict`."""
+    model = FILLED["llama"].build()
+    with pytest.raises(CannotFill, match="in pieces"):
+        in_pieces(compiled(model, rows="pooled:0.25"), token_ids(rows=ROWS), (50, 40, 30))
+    fast = compiled(model, rows="pooled:0.25", strict=False)
+    with pytest.warns(RidgefillWarning, match="in pieces"):
+        last = in_pieces(fast, token_ids(rows=ROWS), (50, 40, 30))[-1]
+    assert worst([at_once(model, token_ids(rows=ROWS)).logits], [last.logits]) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [0, -3, 1.5, "all", None])
+def test_a_length_is_a_whole_number(rows: Any) -> None:
+    """A wrong length is refused before anything runs."""
+    with pytest.raises(OptionError, match="prompt_length needs a whole number"), prompt_length(rows):
+        pass
+
+
+def test_a_length_that_nobody_heard_is_told() -> None:
+    """An uncompiled model takes no notice: a warning says so."""
+    model = FILLED["llama"].build()
+    with pytest.warns(RidgefillWarning, match="ran in it"), prompt_length(ROWS):
+        model(token_ids(rows=ROWS))
+    assert ridgefill_compile.prompt_length is prompt_length
