@@ -100,7 +100,7 @@ def test_static_cache() -> None:
 @pytest.mark.filterwarnings("ignore::ridgefill_compile.RidgefillWarning")
 def test_generate_in_chunks() -> None:
     """`generate(prefill_chunk_size=)` in `prompt_length` gives the tokens of one filled prefill."""
-    model = FILLED["llama"].build()
+    model: Any = FILLED["llama"].build()
     ids = token_ids(rows=ROWS)
     settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     torch._dynamo.reset()

@@ -117,6 +117,7 @@ class Routing(_ShortRepr):
         split: first late layer, fewer than the decoder's layers.
         pads: rows of left padding before the first prompt of the batch; fewer than `rows`.
         route: what prefix rows of late layers read (see the option of that name).
+        selected: prefix rows that stay exact, as the option `rows` has them; None: none do.
     """
 
     batch: int = 1
@@ -125,6 +126,7 @@ class Routing(_ShortRepr):
     split: int = 1
     pads: int = 0
     route: Literal["ridge", "identity"] = "ridge"
+    selected: str | None = None
 
     def prompt(self, vocabulary: int, seed: int = 0) -> torch.Tensor:
         """Random ids, int64 [batch, rows]."""

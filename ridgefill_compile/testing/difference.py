@@ -118,7 +118,9 @@ class _Compared:
         self.left, self.right = old.get(before), new.get(after)
         self.gap = 0.0
         if isinstance(self.left, Tensor) and isinstance(self.right, Tensor):
-            left, right = demanded_rows(self.left, demand), demanded_rows(self.right, demand)
+            selected = demand.selected if isinstance(demand, Rows) else None
+            index = None if selected is None else old[selected.index]
+            left, right = (demanded_rows(value, demand, index) for value in (self.left, self.right))
             self.gap = worst([left], [right])
 
     def difference(self) -> Difference:
@@ -135,12 +137,15 @@ class _Compared:
         )
 
 
-def demanded_rows(value: Tensor, demand: Demand) -> Tensor:
-    """These rows of a value; the value itself if it has fewer, or is not made of such rows."""
+def demanded_rows(value: Tensor, demand: Demand, index: Tensor | None = None) -> Tensor:
+    """These rows of a value; the value itself if it has no more, or is not made of such rows. `index`: the positions of
+    selected ones.
+    """
     if not isinstance(demand, Rows) or demand.dim >= value.dim():
         return value
     length, rest = divmod(value.shape[demand.dim], number(demand.blocks))
-    return value if rest or length < demand.last else take(value, demand)
+    chosen = 0 if index is None or demand.selected is None else index.shape[-1] * demand.selected.each
+    return value if rest or length <= demand.last + chosen else take(value, demand, index)
 
 
 def values_of(module: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
@@ -218,7 +223,7 @@ class _Ancestry:
             return True
         size = list(map(number, theirs.shape))
         if isinstance(demand, Rows):
-            size[demand.dim] = demand.last * number(demand.blocks)
+            size[demand.dim] = number(demand.length * demand.blocks)
         return size == list(map(number, mine.shape))
 
     def _agree(self, node: Node, other: Node) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.emit import copy_module, inputs_of
 from ridgefill_compile.passes.rows import EVERYTHING, Rows
 from ridgefill_compile.passes.verify import results_of
+from ridgefill_compile.selectors import parse_rows
 from ridgefill_compile.testing import source
 from ridgefill_compile.testing.difference import CLOSE, Difference, Mismatch, demanded_rows, first_difference
 from ridgefill_compile.testing.graphs import aten, traced_call
@@ -37,6 +38,7 @@ def assert_rows_sound(
     tail: int = 1,
     *,
     route: str = "ridge",
+    rows: Any = None,
     tolerance: float = CLOSE,
     must_fill: bool = False,
 ) -> str | None:
@@ -53,6 +55,7 @@ def assert_rows_sound(
         split: first late layer.
         tail: exact tail rows, fewer than the prompt has.
         route: what prefix rows of late layers read.
+        rows: what selects prefix rows that stay exact: text or selectors (see the option of that name).
         tolerance: largest difference that is none, relative to a result's largest entry.
         must_fill: a refusal fails, too.
 
@@ -63,10 +66,12 @@ def assert_rows_sound(
         Mismatch: an AssertionError that shows the first node that differs, and code that fails the same way.
     """
     call = _call_of(model, inputs)
-    variants = Variants(split=split, tail=tail, ways=_ways(route))
-    given = {"split": split, "tail": tail, "route": route, "tolerance": tolerance, "must_fill": must_fill}
+    selectors = parse_rows(rows)
+    variants = Variants(split=split, tail=tail, ways=_ways(route), selectors=selectors)
+    given = {"split": split, "tail": tail, "route": route, "rows": rows, "tolerance": tolerance, "must_fill": must_fill}
     shown = source.settings(given, {"route": "ridge", "tolerance": CLOSE, "must_fill": False})
-    lines = [*source.of_model(model), *source.of_call(call), f"assert_rows_sound(model, call{shown})"]
+    lines = [] if isinstance(rows, str) else [source.of_function(type(each), type(each).__name__) for each in selectors]
+    lines += [*source.of_model(model), *source.of_call(call), f"assert_rows_sound(model, call{shown})"]
     code = source.program(["assert_rows_sound"], lines)
     try:
         found = _answers(model, call, variants)

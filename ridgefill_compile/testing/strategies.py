@@ -11,6 +11,8 @@ from ridgefill_compile.testing.config import DecoderConfig, Routing
 from ridgefill_compile.testing.decoder import Decoder, FillCase
 
 LEAST_LAYERS = 2
+_BLIND = ("random:0.5", "tail:0.34", "random:1.0", "random:0.2+random:0.3:1")
+_SEEING = ("pooled:0.5", "attention:0.2+random:0.3", "question_blind:0.34", "mixed:0.6+tail:0.4")
 _FLAGS = ("bias", "fused", "qk_norm", "gated", "flat", "rows_first", "tied", "unrotated")
 
 
@@ -96,13 +98,17 @@ def routings(draw: DrawFn, decoder: Decoder | DecoderConfig | None = None, padde
             lambda n: _told_apart(config, batch, n)
         )
     rows = draw(any_rows)
+    tail = draw(st.integers(1, rows - 1))
+    split = draw(st.integers(0, (LEAST_LAYERS if config is None else config.writing_layers) - 1))
+    seeing = any(config is None or not config.is_recurrent(layer) for layer in range(split))
     return Routing(
         batch=batch,
         rows=rows,
-        tail=draw(st.integers(1, rows - 1)),
-        split=draw(st.integers(0, (LEAST_LAYERS if config is None else config.writing_layers) - 1)),
+        tail=tail,
+        split=split,
         pads=draw(st.integers(0, rows - 1)) if padded else 0,
         route=draw(st.sampled_from(["ridge", "identity"])),
+        selected=draw(st.none() | st.sampled_from(_BLIND + _SEEING * seeing)),
     )
 
 

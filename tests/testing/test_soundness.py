@@ -67,7 +67,7 @@ def test_every_part_is_filled(parts: dict[str, Any]) -> None:
 @given(decoder=decoders(), routing=routings())
 def test_any_fill_is_sound_or_refused(decoder: Decoder, routing: Routing) -> None:
     inputs = routing.inputs(decoder.config)
-    assert_rows_sound(decoder, inputs, routing.split, routing.tail, route=routing.route)
+    assert_rows_sound(decoder, inputs, routing.split, routing.tail, route=routing.route, rows=routing.selected)
 
 
 def test_a_model_of_transformers() -> None:
