@@ -223,7 +223,13 @@ class Pooled:
         """[batch, prefix]"""
         read = prompt.read_by(*last_rows(self.readers, self.before), self.layers)
         best = torch.stack([w.amax((1, 2)) for w in read]).amax(0)
-        return torch.nn.functional.max_pool1d(best.unsqueeze(1), self.pool, 1, self.pool // 2).squeeze(1)
+        return best_around(best, self.pool)
+
+
+def best_around(scores: Tensor, pool: int) -> Tensor:
+    """The largest of the `pool` scores around each, [batch, prefix]. (torch's max_pool1d holds a graph to one length.)"""
+    edges = (pool // 2, (pool - 1) // 2)
+    return torch.nn.functional.pad(scores, edges, value=-torch.inf).unfold(-1, pool, 1).amax(-1)
 
 
 def last_rows(readers: int, before: int) -> tuple[int, int | None]:
@@ -317,7 +323,7 @@ class Probe:
             raise CannotFill("rows are to be selected by a probe, and no late layer has attention in one call")
         read = [w.on_prefix(w.weights(-self.sweep, None), prompt.rows, prompt.prefix) for w in prompt.late_attention]
         best = torch.stack([w.amax((1, 2)) for w in read]).amax(0)
-        probed = torch.nn.functional.max_pool1d(best.unsqueeze(1), self.pool, 1, self.pool // 2).squeeze(1).double()
+        probed = best_around(best, self.pool).double()
         if self.net == 0:
             return probed
         ids, table = prompt.table()
