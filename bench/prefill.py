@@ -1,7 +1,7 @@
 """Time to first token, compile time and peak memory: exact against filled, on a prompt of real text.
 
-    python bench/prefill.py --rows 4096 --tail 512 --split 15 [--runs 5] [--dynamic] [--dtype bfloat16]
-    [--json]
+    python bench/prefill.py --rows 4096 --tail 512 --split 15 [--select attention:0.1] [--maps-dtype int8]
+    [--runs 5] [--dynamic] [--dtype bfloat16] [--json]
 
 The exact model is `model.compile()`, the filled one `model.compile(backend="ridgefill", ...)`; both leave a
 cache and return the last row's logits. Runs take turns, and medians are reported. The time does not depend
@@ -45,6 +45,10 @@ def prefill(
     dtype: Annotated[str, typer.Option(help="Of the weights and the cache.")] = "float32",
     model: Annotated[str, typer.Option(help="Folder or name; 'demo', or a shape of random weights.")] = "demo",
     maps: Annotated[Path | None, typer.Option(help="Folder of maps. Default: made up.")] = None,
+    maps_dtype: Annotated[str | None, typer.Option(help="Of the maps, as stored; 'int8', say.")] = None,
+    select: Annotated[
+        str | None, typer.Option(help="What selects prefix rows to keep exact, as option 'rows'.")
+    ] = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too, each model in its own process.")] = True,
     only: Annotated[
         str | None, typer.Option(help="Measure the memory of 'exact' or 'filled' here.", hidden=True)
@@ -59,7 +63,8 @@ def prefill(
         substitute_recurrences(loaded)  # for the exact arm too: both run the same recurrence
         prompt = long_prompt(split_texts().held_out_in_turn(), tokenizer, rows)
         known = RidgeMaps.load(maps, model=loaded) if maps else made_up_maps(loaded, split)
-        options = {"maps": known, "split": split, "tail": tail}
+        known = known if maps_dtype is None else known.to(maps_dtype)
+        options = {"maps": known, "split": split, "tail": tail, "rows": select}
         warm_up = other_lengths(rows, tail) if dynamic else ()
         if only:
             result = {only: peak_memory(loaded, prompt, options, warm_up, only)}
@@ -75,6 +80,8 @@ def prefill(
                 "dynamic": dynamic,
                 "model": model,
                 "maps": str(maps) if maps else "made up",
+                "maps_dtype": str(known.dtype).removeprefix("torch."),
+                "select": select,
                 "peak_memory_bytes": in_processes(sys.argv[1:]) if memory else None,
             }
     if as_json or only:
@@ -141,9 +148,11 @@ def in_processes(arguments: list[str]) -> dict[str, Any] | None:
 
 def show(result: dict[str, Any]) -> None:
     """Print the figures for people."""
+    selected = f"rows selected by {result['select']}, " if result["select"] else ""
     lines = [
         f"{result['machine']}; {result['dtype']}, {'dynamic' if result['dynamic'] else 'static'} shapes",
-        f"N {result['rows']}, T {result['tail']}, S {result['split']}, medians of {result['runs']} runs in turn",
+        f"N {result['rows']}, T {result['tail']}, S {result['split']}, {selected}maps in {result['maps_dtype']}, "
+        f"medians of {result['runs']} runs in turn",
         f"time to first token: exact {result['ttft_exact_s']:.3f} s, filled {result['ttft_filled_s']:.3f} s",
         f"speed-up {result['speedup']:.3f}x; ceiling by multiply-adds {result['ceiling_multiply_adds']:.3f}x "
         f"(reached: {100 * result['share_of_ceiling']:.1f} %), by layer passes {result['ceiling_layer_passes']:.3f}x",
