@@ -20,10 +20,11 @@ from ridgefill_compile.errors import CannotFill, MapsError, OptionError, Ridgefi
 from ridgefill_compile.fill import fill_graph, load_maps, other_weights, stamp_of
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.emit import inputs_of
-from ridgefill_compile.pieces import WHOLE, InPieces
+from ridgefill_compile.pieces import WHOLE, InPieces, Sizes
 from ridgefill_compile.plan import plan, prompt_rows
 from ridgefill_compile.recurrences.substitute import known_substitutions, substitute_recurrences
 from ridgefill_compile.report import GraphReport, remember
+from ridgefill_compile.selectors import count_of, parse_rows
 
 Compiled = Callable[..., Any]
 
@@ -161,6 +162,8 @@ def for_each_model(
     places = [place for place, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)]
     maps = load_maps(options.maps) if options.maps is not None else None
     stamp = stamp_of(options.maps)
+    sizes, rows, width = Sizes(module), next(prompt_rows(module)), len(inputs_of(module.graph))
+    selectors = parse_rows(options.rows)
     settled: list[tuple[Weights, bool]] = [(Weights([example_inputs[place] for place in places]), True)]
 
     def fits(inputs: Sequence[Any]) -> bool:
@@ -186,7 +189,14 @@ def for_each_model(
                 raise refusal
             remember([inputs[place] for place in places], _exactly(graph_report, refusal))
             return module.forward(*inputs)
-        return compiled(*inputs) if fits(inputs) else module.forward(*inputs)
+        if not fits(inputs):
+            return module.forward(*inputs)
+        if options.route != "lossless":
+            prefix = sizes.value(rows, inputs) - (graph_report.tail or 0)
+            given = len(inputs[-1]) if len(inputs) > width else 0  # exact rows of a chunk
+            kept = sum(count_of(selector.share, prefix) for selector in selectors)
+            graph_report.rows_filled += prefix - given - kept
+        return compiled(*inputs)
 
     return run
 

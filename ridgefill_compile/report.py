@@ -27,6 +27,9 @@ class GraphReport:
         rows: prompt rows the graph was traced with; None where no prompt was found.
         dynamic: whether it serves other row counts too.
         split, tail, layers: of the fill; None where the graph was not analysed.
+        kept: prefix rows that selectors keep exact, at `rows`.
+        continues: whether it goes on with a cache of earlier rows, a former turn's, say.
+        rows_filled: filled so far, by all runs of the graph; rows of one sequence of a batch.
         multiply_adds_exact, multiply_adds_filled: per run, at `rows` and the traced batch.
         ceiling_layer_passes, ceiling_multiply_adds: the speed-ups these allow.
         pass_seconds: seconds by pass, `capture` included.
@@ -48,6 +51,9 @@ class GraphReport:
     split: int | None = None
     tail: int | None = None
     layers: int | None = None
+    kept: int = 0
+    continues: bool = False
+    rows_filled: int = 0
     multiply_adds_exact: int | None = None
     multiply_adds_filled: int | None = None
     ceiling_layer_passes: float | None = None
@@ -111,12 +117,14 @@ class Report:
 
 
 def _lines(graphs: Iterable[GraphReport]) -> Iterator[str]:
+    earlier = 0
     for number, graph in enumerate(graphs):
         what = "exact" if not graph.filled else "lossless" if graph.route == "lossless" else "filled"
         length = f"{graph.rows} rows" if graph.rows is not None else "no prompt"
         line = f"graph {number}: {what}, {length}{' (any length)' if graph.dynamic else ''}: {graph.reason}"
         if graph.filled and graph.split is not None:
             line += f"; split {graph.split} of {graph.layers}, tail {graph.tail}, route {graph.route}"
+            line += f", {graph.kept} selected rows exact" if graph.kept else ""
         if graph.filled:
             line += f"; multiply-adds {graph.multiply_adds_exact:.3g} -> {graph.multiply_adds_filled:.3g}"
         if graph.filled and graph.route != "oracle":
@@ -125,6 +133,9 @@ def _lines(graphs: Iterable[GraphReport]) -> Iterator[str]:
             line += f" (ceiling {graph.ceiling_multiply_adds:.2f}x{passes})"
         line += f"; passes {sum(graph.pass_seconds.values()):.1f} s, inner compiler {graph.inner_seconds:.1f} s"
         yield line
+        if graph.continues and earlier:
+            yield f"  cache: it goes on with rows of earlier prompts, of which up to {earlier} are filled"
+        earlier += graph.rows_filled
         for label, text in (("at", graph.node), ("do", graph.hint), ("break", graph.graph_break)):
             if text:
                 yield f"  {label}: {text}"

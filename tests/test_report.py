@@ -15,7 +15,7 @@ from ridgefill_compile.cost import layer_pass_ceiling
 from ridgefill_compile.options import DUMP_VARIABLE
 from ridgefill_compile.report import NOTHING_COMPILED, GraphReport, Report, report
 from ridgefill_compile.testing import Decoder
-from tests.decoders import token_ids
+from tests.decoders import FILLED, cache_of, token_ids
 from tests.toys import IDENTITY, LONG, SHORT, TAIL, compiled, plain, pretrained, prompt
 
 KEEP = {"logits_to_keep": 2}
@@ -168,3 +168,21 @@ class TestDump:
         monkeypatch.chdir(tmp_path)
         compiled(plain(), IDENTITY)(prompt(), **KEEP)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_selected_and_formerly_filled_rows_are_told() -> None:
+    """How many rows selectors keep, how many a run fills, and that a second turn goes on with filled rows."""
+    model = FILLED["llama"].build()
+    torch._dynamo.reset()
+    options = {"route": "identity", "split": 2, "tail": 8, "min_fill": 8, "inner": "eager", "rows": "random:0.25"}
+    fast = torch.compile(model, backend="ridgefill", options=options)
+    with torch.no_grad():
+        first = fast(token_ids(rows=48), use_cache=True, logits_to_keep=1)
+        fast(token_ids(rows=28), use_cache=True, logits_to_keep=1, past_key_values=cache_of(first))
+    found = report(model)
+    assert [(graph.kept, graph.rows_filled, graph.continues) for graph in found.graphs] == [
+        (10, 30, False),
+        (5, 15, True),
+    ]
+    assert "10 selected rows exact" in str(found)
+    assert "rows of earlier prompts, of which up to 30 are filled" in str(found)
