@@ -2,7 +2,9 @@
 
     functionalize   no writes in place: every later pass may reason about values
     locate          layers, split state, state writes (changes nothing)
+    cuts            what is predicted of each late layer (changes nothing)
     route           the method: predicted inputs on prefix rows   -- or accumulate, to calibrate
+    select_rows     positions of prefix rows that stay exact, when asked; part of route
     correct         filled keys and values at exact lengths, or spliced, when asked; part of route
     demand          which rows of each value are read (changes nothing)
     eliminate       compute just those

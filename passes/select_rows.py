@@ -80,6 +80,7 @@ def select_rows(
             batch=1 if one_index else split_state.shape[0],
             rows=rows,
             prefix=rows - tail,
+            first=former_rows(attention, rows),
             device=split_state.device,
             ids=given if given is None or given.dim() == 2 else given.unsqueeze(0),
             valid=None if mask is None else mask[:, -rows:] != 0,
@@ -99,6 +100,12 @@ def select_rows(
 def _has_sequences(state: Node, located: Located) -> bool:
     """Whether the split state holds several sequences, each with rows of its own to select."""
     return located.row_dim > 0 and not same(shape(state)[0], 1)
+
+
+def former_rows(attention: Sequence[LayerAttention], rows: int) -> int:
+    """How many rows of former turns a cache holds, where it joins them before the prompt's."""
+    lengths = [each.key.shape[-2] for each in attention if each.columns == "last" and each.key is not None]
+    return max(lengths) - rows if lengths else 0
 
 
 class _Operands:
