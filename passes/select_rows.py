@@ -105,7 +105,7 @@ def _has_sequences(state: Node, located: Located) -> bool:
 def former_rows(attention: Sequence[LayerAttention], rows: int) -> int:
     """How many rows of former turns a cache holds, where it joins them before the prompt's."""
     lengths = [each.key.shape[-2] for each in attention if each.columns == "last" and each.key is not None]
-    return max(lengths) - rows if lengths else 0
+    return lengths[0] - rows if lengths else 0
 
 
 class _Operands:

@@ -174,7 +174,9 @@ def test_selected_and_formerly_filled_rows_are_told() -> None:
     """How many rows selectors keep, how many a run fills, and that a second turn goes on with filled rows."""
     model = FILLED["llama"].build()
     torch._dynamo.reset()
-    options = {"route": "identity", "split": 2, "tail": 8, "min_fill": 8, "inner": "eager", "rows": "random:0.25"}
+    options: dict[str, Any] = {
+        "route": "identity", "split": 2, "tail": 8, "min_fill": 8, "inner": "eager", "rows": "random:0.25",
+    }  # fmt: skip
     fast = torch.compile(model, backend="ridgefill", options=options)
     with torch.no_grad():
         first = fast(token_ids(rows=48), use_cache=True, logits_to_keep=1)
