@@ -1,0 +1,274 @@
+"""Rows selected inside the graph, for decoders of many anatomies: what is kept exact, what it equals, what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from transformers import StaticCache
+
+from ridgefill_compile.passes.calls import aten, shape
+from ridgefill_compile.passes.rows import plain
+from ridgefill_compile.passes.selected_rows import put_rows, take_rows
+from ridgefill_compile.report import report
+from ridgefill_compile.selectors import Attention, Prompt, Random, choose, count_of, parse_rows
+from ridgefill_compile.testing.difference import values_of
+from ridgefill_compile.testing.variants import Variants
+from ridgefill_compile.zoo.calling import worst
+from tests.decoders import FILLED, RECURRENT, Architecture, cache_of, states_of, token_ids
+from tests.toys import compiled
+
+TAIL, SPLIT = 8, 1
+CLOSE = 1e-4
+OPTIONS: dict[str, Any] = {
+    "route": "identity",
+    "split": SPLIT,
+    "tail": TAIL,
+    "min_fill": 8,
+    "inner": "eager",
+    "strict": True,
+}
+ALL = {**FILLED, **RECURRENT}
+EAGER = {
+    "gemma2_eager": Architecture(
+        "gemma2", {**FILLED["gemma2"].settings, "attn_implementation": "eager"}, "softcap, attention spelt out"
+    ),
+}
+SELECTED = {
+    "llama": "pooled:0.2",
+    "qwen3_moe": "attention:0.1+random:0.1",
+    "gemma2_eager": "pooled:0.2",
+    "deepseek_v3": "mixed:0.2",
+    "gpt_oss": "random:0.2",
+    "qwen3_next": "random:0.2",
+    "mamba2": "random:0.2",
+    "falcon_h1": "question_blind:0.2",
+}
+
+
+def built(name: str) -> nn.Module:
+    return {**ALL, **EAGER}[name].build()
+
+
+def call_of(ids: Tensor, **more: Any) -> dict[str, Any]:
+    return {"input_ids": ids, "use_cache": True, "logits_to_keep": 2, **more}
+
+
+def variants_of(rows: Any, split: int = SPLIT, **settings: Any) -> Variants:
+    return Variants(split=split, tail=TAIL, selectors=parse_rows(rows), **settings)
+
+
+def check(variants: Variants, prompts: int = 1) -> None:
+    assert not variants.refusals, variants.refusals
+    assert len(variants.results) == prompts
+    for results in variants.results:
+        assert worst(results["exact"], results["oracle"]) < CLOSE
+        assert worst(results["routed"], results["eliminated"]) < CLOSE
+        assert worst(results["exact"], results["eliminated"]) > 100 * CLOSE, "the fill changed nothing"
+
+
+# ---------------------------------------------------------------- equal to its definition
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_static_and_dynamic_lengths(name: str) -> None:
+    """One graph for one length, one for all others."""
+    split = 2 if name == "qwen3_next" else SPLIT
+    variants = variants_of(SELECTED[name], split)
+    variants.run(built(name), *(call_of(token_ids(rows)) for rows in (41, 30, 52)))
+    check(variants, 3)
+    assert variants.compiled == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2_eager", "mamba2"])
+def test_batch_with_left_padding(name: str) -> None:
+    ids = token_ids(40, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    variants = variants_of(SELECTED[name])
+    variants.run(built(name), call_of(ids, attention_mask=mask))
+    check(variants)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("llama", "pooled:0.2"), ("gpt_oss", "attention:0.2"), ("mamba2", "random:0.2")]
+)
+def test_continued_cache(name: str, rows: str) -> None:
+    model = built(name)
+    with torch.no_grad():
+        cache = cache_of(model(token_ids(11, seed=5), use_cache=True))
+    variants = variants_of(rows)
+    variants.run(model, call_of(token_ids(40), past_key_values=cache))
+    check(variants)
+
+
+def test_graphs_hold_for_any_length_that_readers_do_not_bound() -> None:
+    """No selector makes a graph that is for one length."""
+    for rows in ("pooled:0.1", "attention:0.1", "question_blind:0.1", "random:0.1", "tail:0.1"):
+        variants = variants_of(rows, ways={"eliminated": ("identity", True)}, verified=False)
+        model = FILLED["llama"].build(num_hidden_layers=2)
+        variants.run(model, *(call_of(token_ids(length)) for length in (141, 130, 152, 300)))
+        assert variants.compiled == 2, rows
+
+
+def test_a_static_cache() -> None:
+    model = built("llama")
+    rows = 40
+    answers = []
+    for eliminated in (True, False):
+        options = OPTIONS | {"rows": "pooled:0.2", "eliminate": eliminated}
+        cache = StaticCache(model.config, max_cache_len=rows + 5)
+        call = call_of(token_ids(rows), past_key_values=cache, position_ids=torch.arange(rows)[None])
+        output = compiled(model, options)(**call)
+        answers.append([output["logits"], *states_of(output).values()])
+        assert [graph.filled for graph in report(model).graphs] == [True] * len(answers)
+    dynamic = compiled(model, OPTIONS | {"rows": "pooled:0.2"})(**call_of(token_ids(rows)))
+    assert worst(*answers) < CLOSE
+    assert worst([answers[0][0]], [dynamic["logits"]]) < CLOSE
+    assert worst([answers[0][1][:, :, :rows]], [states_of(dynamic)["0.keys"]]) < CLOSE
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_all_rows_selected_is_the_exact_model(name: str) -> None:
+    model, call = built(name), call_of(token_ids(40))
+    with torch.no_grad():
+        exact = model(**call)
+    whole = compiled(model, OPTIONS | {"rows": "random:1.0", "split": 2 if name == "qwen3_next" else SPLIT})(**call)
+    assert worst(values(exact), values(whole)) < CLOSE
+
+
+def values(output: Any) -> list[Tensor]:
+    return [output["logits"], *states_of(output).values()]
+
+
+def test_rows_that_are_not_selected_are_those_of_a_plain_fill() -> None:
+    """Late states of other prefix rows are predicted; those of selected ones are as the layers below made them."""
+    model, rows = FILLED["llama"].build(num_hidden_layers=4), 40
+    call = call_of(token_ids(rows))
+    selector = Random(0.2)
+    prefix = rows - TAIL
+    (chosen,) = choose(Prompt(1, rows, prefix, torch.device("cpu")), [selector])
+    others = torch.tensor([row for row in range(prefix) if row not in chosen])
+    with torch.no_grad():
+        exact = states_of(model(**call))
+    filled = states_of(compiled(model, OPTIONS)(**call))
+    kept = states_of(compiled(model, OPTIONS | {"rows": selector})(**call))
+    for name, state in kept.items():
+        late = int(name[0]) > SPLIT
+        left, mine, true = (part[name][:, :, others] for part in (filled, kept, exact))
+        torch.testing.assert_close(mine, left if late else true)
+        if late:
+            assert worst([mine], [true]) > 0.01
+            assert worst([state[:, :, chosen]], [filled[name][:, :, chosen]]) > 0.01
+        if int(name[0]) == SPLIT + 1:  # the layer behind the split state, which is exact, reads true rows alone
+            torch.testing.assert_close(state[:, :, chosen], exact[name][:, :, chosen])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mamba2"])
+def test_each_sequence_chooses_its_own_rows(name: str) -> None:
+    """And is answered as if it were alone."""
+    model, ids = built(name), token_ids(40, batch=2)
+    fast = compiled(model, OPTIONS | {"rows": SELECTED[name]})
+    both = values(fast(**call_of(ids)))
+    for sequence in range(2):
+        alone = values(fast(**call_of(ids[sequence : sequence + 1])))
+        assert worst([value[sequence : sequence + 1] for value in both], alone) < CLOSE
+
+
+def test_sequences_of_other_content_have_other_rows() -> None:
+    variants = variants_of(Attention(0.2, readers=2), 2, ways={"eliminated": ("identity", True)})
+    variants.run(built("llama"), call_of(token_ids(40, batch=2)))
+    index = index_of(variants)
+    assert index.shape == (2, count_of(0.2, 32))
+    assert not torch.equal(index[0], index[1])
+    assert all(row.tolist() == sorted(set(row.tolist())) for row in index)
+
+
+def test_padding_is_not_selected() -> None:
+    ids = token_ids(40, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :12] = 0
+    for rows in ("pooled:0.6", "random:0.6", "attention:0.3+random:0.3"):
+        variants = variants_of(rows, ways={"eliminated": ("identity", True)})
+        variants.run(built("llama"), call_of(ids, attention_mask=mask))
+        index = index_of(variants)
+        assert index[0].min() >= 12
+        assert index[1].min() < 12
+
+
+def index_of(variants: Variants) -> Tensor:
+    """The positions that the last prompt's graph chose."""
+    module = variants.routed["eliminated"]
+    (index,) = {node.args[1] for node in module.graph.nodes if node.target is take_rows}
+    assert isinstance(index, Node)
+    found = values_of(module, variants.inputs)[index]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def test_random_rows_of_a_second_turn_are_those_of_their_positions() -> None:
+    """Whatever the turn begins with."""
+    model, old = built("llama"), 11
+    with torch.no_grad():
+        cache = cache_of(model(token_ids(old, seed=5), use_cache=True))
+    variants = variants_of("random:0.25", ways={"eliminated": ("identity", True)})
+    variants.run(model, call_of(token_ids(40), past_key_values=cache))
+    given = Prompt(1, 40, 32, torch.device("cpu"), first=old)
+    assert index_of(variants).tolist() == choose(given, [Random(0.25)])[0].tolist()
+
+
+def test_in_bfloat16() -> None:
+    model = built("llama").to(torch.bfloat16)
+    call = call_of(token_ids(48))
+    options = OPTIONS | {"rows": "pooled:0.25"}
+    answers = [values(compiled(model, options | {"eliminate": way})(**call)) for way in (True, False)]
+    assert all(graph.filled for graph in report(model).graphs)
+    assert worst(*answers) < 0.05
+    whole = values(compiled(model, OPTIONS | {"rows": "random:1.0"})(**call))
+    with torch.no_grad():
+        assert worst(whole, values(model(**call))) < 0.05
+
+
+# ---------------------------------------------------------------- what is computed
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_late_values_are_computed_on_selected_and_last_rows(name: str) -> None:
+    """Products and choices of experts of the layers behind the split: but for keys and values, and what the tail alone
+    reads.
+    """
+    rows = 53
+    split = 2 if name == "qwen3_next" else SPLIT
+    variants = variants_of(SELECTED[name], split, ways={"eliminated": ("identity", True)})
+    variants.run(built(name), call_of(token_ids(rows)))
+    assert not variants.refusals
+    assert variants.located is not None
+    exact = count_of(0.2, rows - TAIL) + TAIL
+    late = behind(variants.narrowed["eliminated"], split)
+    found = [rows_of(node, rows, exact) for node in late if node.target in (aten.linear.default, aten.topk.default)]
+    assert exact in found
+    choices = [rows_of(node, rows, exact) for node in late if node.target is aten.topk.default]
+    assert rows not in choices
+    assert (exact in choices) == (name in ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"))
+    wide = [node for node in late if node.target is aten.linear.default and rows_of(node, rows, exact) == rows]
+    parents = {str(list(node.meta["nn_module_stack"].values())[-1][0]).rsplit(".", 1)[-1] for node in wide}
+    assert not parents & {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate", "router", "out_proj"}
+
+
+def behind(module: GraphModule, split: int) -> list[Node]:
+    """Calls of the layers behind the split layer, and its own behind its attention."""
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    (index,) = {node.args[1] for node in nodes if node.target is put_rows}
+    return [node for node in nodes if node > index]
+
+
+def rows_of(node: Node, *known: int) -> int | None:
+    """Which of these numbers of rows a value has."""
+    sizes = [plain(size) for size in shape(node.args[0])]
+    return next((number for number in known if number in sizes), None)
