@@ -227,7 +227,7 @@ class Pooled:
 
 
 def best_around(scores: Tensor, pool: int) -> Tensor:
-    """The largest of the `pool` scores around each, [batch, prefix]. (torch's max_pool1d holds a graph to one length.)"""
+    """The largest of the `pool` scores around each, [batch, prefix]; torch's max_pool1d holds a graph to one length."""
     edges = (pool // 2, (pool - 1) // 2)
     return torch.nn.functional.pad(scores, edges, value=-torch.inf).unfold(-1, pool, 1).amax(-1)
 

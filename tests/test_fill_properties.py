@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from ridgefill_compile import calibrate
 from ridgefill_compile.errors import RidgefillWarning
 from ridgefill_compile.report import report
+from ridgefill_compile.selectors import LongerTail, Prompt, Random, choose, parse_rows
 from ridgefill_compile.testing import Decoder, DecoderConfig
 from ridgefill_compile.testing.decoder import FillCase, Layer
 from ridgefill_compile.testing.mixing import States
@@ -68,7 +69,14 @@ class Ways(Variants):
 def by_definition(
     case: FillCase, decoder: Decoder, ids: Tensor, keep: int, route: str, maps: RandomMaps | None = None
 ) -> list[Tensor]:
-    """The method on the plain module: late layers read predictions on the prefix, and only tail rows go on."""
+    """The method on the plain module: late layers read predictions on the prefix, but for rows that are selected, and
+    only those and tail rows go on.
+    """
+    exact = (
+        choose(Prompt(case.batch, case.rows, case.rows - case.tail, ids.device), parse_rows(case.selected))
+        if case.selected
+        else None
+    )
     blocks: Any = decoder.blocks
     kept: list[States] = []
     with torch.no_grad():
@@ -81,6 +89,9 @@ def by_definition(
             predicted = prefix if index >= case.split and not shares else None
             if maps is not None and predicted is not None and index > case.split:
                 predicted = prefix @ maps.matrix(index).T + maps.offset(index)
+            if exact is not None and predicted is not None:
+                at = exact.unsqueeze(-1).expand(-1, -1, predicted.shape[-1])
+                predicted = predicted.scatter(1, at, block.reads(x).gather(1, at))
             mixed, states = block(x, sight, None, lent, predicted)
             if not shares:
                 kept.append(states)
@@ -103,6 +114,8 @@ def check(case: FillCase, ways: Ways, found: Mapping[str, Sequence[Tensor]], ids
     assert worst(exact, found["exact"]) < CLOSE
     assert worst(exact, found["oracle"]) < CLOSE
     assert worst(found["routed"], found["eliminated"]) < CLOSE
+    if not all(isinstance(each, Random | LongerTail) for each in parse_rows(case.selected)):
+        return  # which rows they are, the graph knows
     assert worst(by_definition(case, decoder, ids, keep, "ridge", maps), found["eliminated"]) < CLOSE
     if "identity" in found:
         assert worst(by_definition(case, decoder, ids, keep, "identity"), found["identity"]) < CLOSE
@@ -112,7 +125,7 @@ def check(case: FillCase, ways: Ways, found: Mapping[str, Sequence[Tensor]], ids
 @given(case=cases(), data=st.data())
 def test_every_way_is_what_it_is_defined_to_be(case: FillCase, data: st.DataObject) -> None:
     keep = data.draw(st.integers(1, case.tail), label="logits_to_keep")
-    ways = Ways(split=case.split, tail=case.tail)
+    ways = Ways(split=case.split, tail=case.tail, selectors=parse_rows(case.selected))
     ways.ways = {**ways.ways, "identity": ("identity", True)}
     torch._dynamo.reset()
     fast = torch.compile(case.decoder(), backend=ways)
@@ -123,7 +136,7 @@ def test_every_way_is_what_it_is_defined_to_be(case: FillCase, data: st.DataObje
 @given(case=cases(pads=0), data=st.data())
 def test_at_any_length(case: FillCase, data: st.DataObject) -> None:
     """Traced with symbolic rows, run on others: twice the rows, and hardly more than the tail."""
-    ways = Ways(split=case.split, tail=case.tail)
+    ways = Ways(split=case.split, tail=case.tail, selectors=parse_rows(case.selected))
     torch._dynamo.reset()
     fast = torch.compile(case.decoder(), backend=ways)
     for rows in (case.rows, data.draw(st.integers(case.tail + 1, 2 * case.rows), label="rows")):
@@ -138,6 +151,7 @@ def test_at_any_length(case: FillCase, data: st.DataObject) -> None:
 def test_no_fill_is_a_tail_that_sees_itself_only(case: FillCase) -> None:
     if case.config.positions == "alibi":
         case = dataclasses.replace(case, config=dataclasses.replace(case.config, positions="rotary"))
+    case = dataclasses.replace(case, selected=None)
     ways = Ways(split=case.split, tail=case.tail, ways={"none": ("none", True)})
     torch._dynamo.reset()
     fast = torch.compile(case.decoder(), backend=ways)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
-from transformers import StaticCache
+from transformers import PreTrainedModel, StaticCache
 
 from ridgefill_compile.passes.calls import aten, shape
 from ridgefill_compile.passes.rows import plain
@@ -49,7 +49,7 @@ SELECTED = {
 }
 
 
-def built(name: str) -> nn.Module:
+def built(name: str) -> PreTrainedModel:
     return {**ALL, **EAGER}[name].build()
 
 
@@ -270,5 +270,5 @@ def behind(module: GraphModule, split: int) -> list[Node]:
 
 def rows_of(node: Node, *known: int) -> int | None:
     """Which of these numbers of rows a value has."""
-    sizes = [plain(size) for size in shape(node.args[0])]
+    sizes = [plain(size) for size in shape(node.all_input_nodes[0])]
     return next((number for number in known if number in sizes), None)
