@@ -36,7 +36,7 @@ class RidgeMaps:
         tokens: what each token of that tokenizer is, for selectors of rows that read tokens.
 
     Raises:
-        MapsError: no parts, two of one split, different dtypes, or layers that the model does not have.
+        MapsError: no parts, two of one split, different dtypes or cuts, or layers that the model does not have.
     """
 
     def __init__(
@@ -55,6 +55,8 @@ class RidgeMaps:
             raise MapsError(f"maps need parts of different splits, not {[part.split for part in parts]}")
         if len({part.dtype for part in parts}) != 1:
             raise MapsError("maps of all splits must have one dtype")
+        if len({part.cut for part in parts}) != 1:
+            raise MapsError("maps of all splits must predict the same: inputs of layers, or projections")
         deepest = max(part.layers[-1] for part in parts)
         if deepest >= layer_count:
             raise MapsError(f"a map of layer {deepest} cannot be of a model of {layer_count} layers")
@@ -78,6 +80,11 @@ class RidgeMaps:
     def layers(self) -> tuple[int, ...]:
         """Late layers that have a map, ascending: `split + 1` to the last one."""
         return self._default.layers
+
+    @property
+    def cut(self) -> str:
+        """What is predicted of a layer: its "input", or the "projections" that its keys and values are made of."""
+        return self._default.cut
 
     @property
     def d_in(self) -> int:
@@ -138,6 +145,15 @@ class RidgeMaps:
         """
         d_out, d_in = self._default.matrices[self._known(layer)].shape
         return d_out, d_in
+
+    def widths(self, layer: int) -> tuple[int, ...]:
+        """Columns of what is predicted of a layer: its input's, or each projection's; `d_out` is their sum.
+
+        Raises:
+            MapsError: the layer has no map at this split.
+        """
+        known = self._known(layer)
+        return self._default.widths.get(known, (self.shape(known)[0],))
 
     def offset(self, layer: int) -> Tensor:
         """`b_l`, `[d_out]`, as stored.

@@ -13,6 +13,7 @@ from ridgefill_compile.errors import MapsError, OptionError
 from ridgefill_compile.int8 import GROUP, Codes, dequantise, group_count, quantise
 
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
+INPUT, PROJECTIONS = CUTS = ("input", "projections")  # what the maps of a layer may predict; see `passes.cuts`
 HELD_OUT_DTYPE = "held_out_dtype"  # in `RidgeMaps.calibration` of converted maps: the dtype that their figures are of
 
 
@@ -74,9 +75,13 @@ class SplitMaps:
         held_out: late layer -> figures on rows that were not fitted: "cosine" between predicted and true
             layer input (mean over rows), "relative_error" (norm of the error over norm of the truth), and the
             same for predicting `x` itself where the widths allow it: "identity_cosine",
-            "identity_relative_error".
+            "identity_relative_error". Of projections "cosine" and "relative_error" are means over them, and
+            "cosine.0", "cosine.1", ... the figures of each.
         penalty_cosines: every `λ` tried -> mean held-out cosine over the layers.
         scales: late layer -> bfloat16 `[d_out, groups]`, of int8 codes; see `int8`. Empty of floats.
+        widths: late layer -> the widths of its projections, in the order in which the layer computes them, where
+            those are predicted: a matrix holds the rows of the first one, below them those of the second, ...
+            Empty where it is the layer's input that is predicted.
     """
 
     split: int
@@ -87,6 +92,7 @@ class SplitMaps:
     held_out: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     penalty_cosines: Mapping[float, float] = field(default_factory=dict)
     scales: Mapping[int, Tensor] = field(default_factory=dict)
+    widths: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.matrices or self.matrices.keys() != self.offsets.keys():
@@ -96,12 +102,19 @@ class SplitMaps:
         coded = self.matrices.keys() if self.dtype == torch.int8 else frozenset[int]()
         if self.scales.keys() != coded:
             raise MapsError(f"split {self.split} needs scales for each layer if its matrices are int8, and only then")
+        if self.widths and self.widths.keys() != self.matrices.keys():
+            raise MapsError(f"split {self.split} needs widths of projections for each of its layers, or for none")
         for layer in self.layers:
             if not self._fits(layer):
                 raise MapsError(
                     f"the map of layer {layer} at split {self.split} does not fit the others: "
                     f"{', '.join(f'{name} {_kind(tensor)}' for name, tensor in self._named(layer).items())}, "
                     f"split state [{self.d_in}]"
+                )
+            if self.widths and sum(self.widths[layer]) != self.matrices[layer].shape[0]:
+                raise MapsError(
+                    f"the map of layer {layer} at split {self.split} predicts {self.matrices[layer].shape[0]} columns, "
+                    f"and its projections have {' + '.join(map(str, self.widths[layer]))}"
                 )
 
     @classmethod
@@ -153,12 +166,18 @@ class SplitMaps:
             rows=record["rows"],
             held_out={int(layer): figures for layer, figures in record["held_out"].items()},
             penalty_cosines=dict(record["penalty_cosines"]),
+            widths={int(layer): tuple(widths) for layer, widths in record.get("widths", {}).items()},
         )
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Late layers that have a map, ascending."""
         return tuple(sorted(self.matrices))
+
+    @property
+    def cut(self) -> str:
+        """What is predicted, one of `CUTS`."""
+        return PROJECTIONS if self.widths else INPUT
 
     @property
     def d_in(self) -> int:
@@ -198,6 +217,7 @@ class SplitMaps:
             rows=self.rows,
             held_out=self.held_out,
             penalty_cosines=self.penalty_cosines,
+            widths=self.widths,
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -211,7 +231,10 @@ class SplitMaps:
             "rows": self.rows,
             "held_out": {str(layer): dict(figures) for layer, figures in self.held_out.items()},
             "penalty_cosines": list(map(list, self.penalty_cosines.items())),
+            "cut": self.cut,
         }
+        if self.widths:
+            record["widths"] = {str(layer): list(widths) for layer, widths in self.widths.items()}
         return record | ({"group": GROUP} if self.scales else {})
 
     def to_tensors(self) -> dict[str, Tensor]:
