@@ -45,8 +45,7 @@ def correct(
     filled: FilledStates,
     states: AttentionStates,
     correction: Correction,
-    inputs: Mapping[int, Node],
-    predict: Callable[[int], Node],
+    predict: Callable[[int], Mapping[Node, Node]],
     truth: Mapping[Node, Node],
 ) -> None:
     """Correct filled states: lengths first, then splices.
@@ -55,7 +54,6 @@ def correct(
         filled: see `rescale`.
         states: see `rescale`.
         correction: what to do.
-        inputs: see `rescale`.
         predict: see `rescale`.
         truth: node of the routed graph -> the exact model's; read by splices alone.
 
@@ -64,6 +62,6 @@ def correct(
     """
     counts = {VALUE: correction.value_rescale, KEY: correction.key_rescale}
     exact = {state.rows: truth[filled.copies[state.rows]] for state in states.found} if correction.splice else {}
-    rescale(filled, states, counts, inputs, predict)
+    rescale(filled, states, counts, predict)
     if correction.splice is not None:
         splice(filled, states, correction.splice, exact)

@@ -34,8 +34,7 @@ def rescale(
     filled: FilledStates,
     states: AttentionStates,
     counts: Mapping[str, int],
-    inputs: Mapping[int, Node],
-    predict: Callable[[int], Node],
+    predict: Callable[[int], Mapping[Node, Node]],
 ) -> None:
     """Bring filled states to the length of exact ones.
 
@@ -43,8 +42,8 @@ def rescale(
         filled: writes the routed graph.
         states: of the layers whose input is predicted.
         counts: role -> c, at most the tail; 0: left as they are.
-        inputs: layer -> its input in the routed graph, predicted on prefix rows alone.
-        predict: adds a layer's input as it is predicted on every row, at the insert point.
+        predict: adds what is predicted of a layer, its input or projections, as predicted on every row, at the insert
+            point: node of the routed graph that is predicted on prefix rows alone -> the new one.
 
     Raises:
         CannotFill: see `FilledStates.change`.
@@ -56,8 +55,8 @@ def rescale(
     def change(state: AttentionState, count: int, value: Node, prefix: Node) -> Node:
         known = twins.setdefault((state.layer, count), {})
         if not known:
-            known[inputs[state.layer]] = predict(state.layer)
-        predicted = taking[count].of_prediction(recomputed(value, inputs[state.layer], known), state)
+            known.update(predict(state.layer))
+        predicted = taking[count].of_prediction(recomputed(value, known), state)
         (result,) = inline(
             filled.emit,
             partial(rescaled, row_dim=state.row_dim, entry_dim=state.entry_dim),
@@ -88,22 +87,21 @@ def rescaled(prefix: Tensor, exact: Tensor, predicted: Tensor, row_dim: int, ent
     return (prefix.to(wide) * multiplier).to(prefix.dtype)
 
 
-def recomputed(value: Node, source: Node, copies: dict[Node, Node]) -> Node:
-    """A second copy of what makes a value of a source, at the insert point.
+def recomputed(value: Node, copies: dict[Node, Node]) -> Node:
+    """A second copy of what makes a value of others, at the insert point.
 
     Args:
-        value: depends on `source`.
-        source: value of which `copies` knows another one to read.
-        copies: node -> its copy; grows, so that values of one source share copies.
+        value: depends on one that `copies` knows another of.
+        copies: node -> what to read in its place; grows, so that values of the same others share copies.
     """
-    behind, node = {source}, source
+    behind, node = set(copies), min(copies)
     while node is not value:
         node = node.next
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
     needed, ahead = {value}, [value]
     while ahead:
-        more = behind.intersection(ahead.pop().all_input_nodes) - needed
+        more = behind.intersection(ahead.pop().all_input_nodes) - needed - copies.keys()
         needed |= more
         ahead += more
     for node in sorted(needed - copies.keys()):

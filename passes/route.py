@@ -14,6 +14,11 @@ Where rows of the prefix are selected to stay exact, at positions `index`, the p
 
 Layer S itself needs no map: its input is the split state, exact on every row.
 
+Where maps predict projections (see `cuts.py`), the same is done to each of a layer's in place of its input, which is
+then read on the tail (and selected rows) alone:
+
+    k~_l = cat([K_l x_S[:, :N-T] + b_l,  k_l[:, N-T:]], rows)
+
 | route    | what prefix rows of late layer l > S read                                             |
 |----------|----------------------------------------------------------------------------------------|
 | ridge    | `A_l x_S + b_l`                                                                        |
@@ -40,6 +45,7 @@ from ridgefill_compile.int8 import Codes, dequantise
 from ridgefill_compile.passes.attention_states import AttentionStates, attention_states
 from ridgefill_compile.passes.calls import TO_THE_END, arguments, aten, shape
 from ridgefill_compile.passes.correct import Correction, correct
+from ridgefill_compile.passes.cuts import Cut, cuts_of
 from ridgefill_compile.passes.demand import SELECTION, has_effect
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
 from ridgefill_compile.passes.filled_states import FilledStates
@@ -48,13 +54,14 @@ from ridgefill_compile.passes.locate import Located
 from ridgefill_compile.passes.select_rows import select_rows
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
 from ridgefill_compile.selectors import Selector
+from ridgefill_compile.splitmaps import INPUT
 
 
 class Maps(Protocol):
     """What a route reads of `RidgeMaps`."""
 
     def matrix(self, layer: int) -> torch.Tensor:
-        """[d_out, d_in]"""
+        """[d_out, d_in]: the rows of the layer's first cut, below them those of the second, ..."""
 
     def offset(self, layer: int) -> torch.Tensor:
         """[d_out]"""
@@ -70,6 +77,8 @@ class Fill:
 
     Of a chunk before the prompt's tail, `tail` is 0; where the tail begins in it, all but the last of its rows of the
     tail are `given`: positions that are a further input of the graph.
+
+    `cut`: what is predicted of a late layer.
     """
 
     route: str
@@ -79,6 +88,7 @@ class Fill:
     selectors: tuple[Selector, ...] = ()
     tokens: Mapping[str, torch.Tensor] | None = None
     given: bool = False
+    cut: str = INPUT
     correction: Correction = field(default_factory=Correction)
 
 
@@ -91,23 +101,24 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
         fill: split, tail and route; `1 <= split + 1 <= layers` and `tail < rows` are the caller's to check.
 
     Raises:
-        CannotFill: route "none" in a late layer whose attention cannot be masked.
+        CannotFill: route "none" in a late layer whose attention cannot be masked, or a late layer that has no
+            projections, where they are predicted.
     """
+    cuts = cuts_of(located, fill.split, fill.cut)
     result, copies = _copy(module)
     graph = result.graph
     emit = Emitter(graph, fake_mode_of(graph))
     for node in inputs_of(graph):
         emit.know(node)
-    late = located.layers[fill.split :]
-    split_state = copies[late[0].input]
+    split_state = copies[located.layers[fill.split].input]
     truth = _twin(graph, inputs_of(graph)) if fill.route == "oracle" or fill.correction.splice else {}
-    router = _Router(emit, located, fill, split_state, truth)
+    router = _Router(emit, located, fill, cuts, split_state, truth)
     if fill.given:
         router.selected = _given_rows(graph, emit, split_state)
     elif fill.selectors:
         router.selected = router.select(copies)
-    for layer in late[1:]:
-        router.replace(layer.index, copies[layer.input])
+    for cut in cuts:
+        router.replace(cut, copies[cut.value])
     if fill.correction:
         router.correct(copies, attention_states(module.graph, located, fill.split))
     if fill.route == "none":
@@ -122,14 +133,22 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
 
 
 class _Router:
-    """Writes the predicted input of one late layer after another."""
+    """Writes the predicted input, or projections, of one late layer after another."""
 
-    def __init__(self, emit: Emitter, located: Located, fill: Fill, split_state: Node, truth: dict[Node, Node]) -> None:
-        self.emit, self.located, self.fill, self.truth = emit, located, fill, truth
+    def __init__(
+        self,
+        emit: Emitter,
+        located: Located,
+        fill: Fill,
+        cuts: tuple[Cut, ...],
+        split_state: Node,
+        truth: dict[Node, Node],
+    ) -> None:
+        self.emit, self.located, self.fill, self.cuts, self.truth = emit, located, fill, cuts, truth
         self.split_state = split_state
         self.tensors: dict[str, torch.Tensor] = {}
         self.selected: Node | None = None  # positions of prefix rows that stay exact
-        self.merged: dict[int, Node] = {}  # layer -> its input, predicted on prefix rows
+        self.merged: dict[Cut, Node] = {}  # each cut, predicted on prefix rows
         self._split_prefix: Node | None = None
 
     def select(self, copies: dict[Node, Node]) -> Node:
@@ -147,7 +166,7 @@ class _Router:
 
     def first_sweep(self, copies: dict[Node, Node], readers: int) -> dict[Node, Node]:
         """A second copy of the late layers, behind the split state, in which only the last `readers` rows are exact."""
-        predicted = {layer.input: layer.index for layer in self.located.layers[self.fill.split + 1 :]}
+        predicted = {cut.value: cut for cut in self.cuts}
         start = self.located.layers[self.fill.split].input
         swept = dict(copies)
         late = [
@@ -163,22 +182,23 @@ class _Router:
                     swept[node] = self.emit(aten.cat.default, [filled, exact], self.located.row_dim, like=new)
         return swept
 
-    def replace(self, layer: int, value: Node) -> None:
-        """Let every reader of a late layer's input read its prediction on prefix rows.
+    def replace(self, cut: Cut, value: Node) -> None:
+        """Let every reader of a late layer's cut read its prediction on prefix rows.
 
         Raises:
             CannotFill: the input is laid out in another way than the split state.
         """
         if len(shape(value)) != len(shape(self.split_state)):
             raise CannotFill(
-                f"the input of layer {layer} is {list(shape(value))}, the split state {list(shape(self.split_state))}",
+                f"the input of layer {cut.layer} is {list(shape(value))}, "
+                f"the split state {list(shape(self.split_state))}",
                 value,
                 "choose another split",
             )
         readers = list(value.users)
         after = max(node for node in (value, self.split_state, self.selected) if node is not None)
         with self.emit.graph.inserting_before(after.next):
-            predicted = self.prediction(layer, value)
+            predicted = self.prediction(cut, value)
             if self.selected is not None:
                 predicted = self._keep_selected(predicted, value, self.selected)
             merged = predicted
@@ -187,20 +207,21 @@ class _Router:
                 merged = self.emit(aten.cat.default, [predicted, exact], self.located.row_dim, like=value)
         for reader in readers:
             reader.replace_input_with(value, merged)
-        self.merged[layer] = merged
+        self.merged[cut] = merged
 
     def correct(self, copies: dict[Node, Node], states: AttentionStates) -> None:
         """Correct the keys and values of filled rows."""
-        layers = {layer.index: copies[layer.input] for layer in self.located.layers}
 
-        def predict(layer: int) -> Node:
-            value = layers[layer]
-            return self.truth[value] if self.fill.route == "oracle" else self.prediction(layer, value, self.split_state)
+        def predict(layer: int) -> dict[Node, Node]:
+            mine = {cut: copies[cut.value] for cut in self.cuts if cut.layer == layer}
+            if self.fill.route == "oracle":
+                return {self.merged[cut]: self.truth[value] for cut, value in mine.items()}
+            return {self.merged[cut]: self.prediction(cut, value, self.split_state) for cut, value in mine.items()}
 
         filled = FilledStates(
             self.emit, dict(copies), self.split_state, self.located.row_dim, self.fill.tail, self.selected
         )
-        correct(filled, states, self.fill.correction, self.merged, predict, self.truth)
+        correct(filled, states, self.fill.correction, predict, self.truth)
 
     def _keep_selected(self, predicted: Node, value: Node, index: Node) -> Node:
         """The prediction with the true input on selected rows."""
@@ -209,8 +230,8 @@ class _Router:
         exact.meta[SELECTION] = self.fill.tail
         return self.emit(put_rows, predicted, index, exact, dim, batch, like=value)
 
-    def prediction(self, layer: int, value: Node, prefix: Node | None = None) -> Node:
-        """Prefix rows of the layer's input, [batch, N - T, d_out]; or what rows `prefix` of the split state predict."""
+    def prediction(self, cut: Cut, value: Node, prefix: Node | None = None) -> Node:
+        """Prefix rows of a cut, [batch, N - T, width]; or what rows `prefix` of the split state predict."""
         if self.fill.route == "oracle" and prefix is None:
             return self.rows(self.truth[value], 0, -self.fill.tail)
         if prefix is None and self._split_prefix is None:
@@ -222,29 +243,39 @@ class _Router:
         if self.fill.route != "ridge":
             return self._on_device_of(value, prefix)
         assert self.fill.maps is not None
-        weight, bias = self.matrix(layer, value), self.tensor(f"offset_{layer}", self.fill.maps.offset(layer), value)
+        weight = self.matrix(cut, value)
+        bias = self.of_cut(cut, self.tensor(f"offset_{cut.layer}", self.fill.maps.offset(cut.layer), value))
         return self.emit(aten.linear.default, self._on_device_of(value, prefix), weight, bias, like=value)
 
     def _on_device_of(self, value: Node, prefix: Node) -> Node:
-        """Rows of the split state where a late layer lives: a model may be spread over devices."""
-        device = value.meta["val"].device
-        if prefix.meta["val"].device == device:
+        """Rows of the split state where a late layer lives, in its dtype: a model may be spread over devices."""
+        mine, there = prefix.meta["val"], value.meta["val"]
+        if (mine.device, mine.dtype) == (there.device, there.dtype):
             return prefix
-        return self.emit(aten.to.device, prefix, device, value.meta["val"].dtype, like=value)
+        return self.emit(aten.to.device, prefix, there.device, there.dtype, like=value)
 
     def rows(self, value: Node, start: int, end: int) -> Node:
         """`value[:, start:end]` on the row dimension."""
         return self.emit(aten.slice.Tensor, value, self.located.row_dim, start, end, like=value)
 
-    def matrix(self, layer: int, like: Node) -> Node:
-        """A map's matrix [d_out, d_in], made of its codes in the graph where it is stored in eight bits."""
+    def matrix(self, cut: Cut, like: Node) -> Node:
+        """A cut's matrix [width, d_in], made of its codes in the graph where it is stored in eight bits."""
         assert self.fill.maps is not None
-        stored, dtype = self.fill.maps.codes(layer), like.meta["val"].dtype
+        stored, dtype = self.fill.maps.codes(cut.layer), like.meta["val"].dtype
         if stored is None:
-            return self.tensor(f"matrix_{layer}", self.fill.maps.matrix(layer), like)
-        parts = [self.tensor(f"{kind}_{layer}", part, like, part.dtype) for kind, part in stored._asdict().items()]
+            return self.of_cut(cut, self.tensor(f"matrix_{cut.layer}", self.fill.maps.matrix(cut.layer), like))
+        parts = [
+            self.of_cut(cut, self.tensor(f"{kind}_{cut.layer}", part, like, part.dtype))
+            for kind, part in stored._asdict().items()
+        ]
         (matrix,) = inline(self.emit, lambda codes, scales: dequantise(codes, scales, dtype), parts)
         return matrix
+
+    def of_cut(self, cut: Cut, stored: Node) -> Node:
+        """Of a tensor of a layer's map, the rows that are a cut's."""
+        if shape(stored)[0] == cut.width:
+            return stored
+        return self.emit(aten.slice.Tensor, stored, 0, cut.start, cut.start + cut.width)
 
     def tensor(self, name: str, stored: torch.Tensor, like: Node, dtype: torch.dtype | None = None) -> Node:
         """A stored tensor as an attribute of the module, on the model's device and (unless given) in its dtype."""

@@ -19,6 +19,7 @@ from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.attention_states import attention_states
 from ridgefill_compile.passes.correct import Correction
+from ridgefill_compile.passes.cuts import cuts_of, widths_of
 from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import inputs_of
@@ -30,6 +31,7 @@ from ridgefill_compile.pieces import WHOLE
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
 from ridgefill_compile.selectors import parse_rows
+from ridgefill_compile.splitmaps import INPUT
 
 LEAST_GAIN = 1.02  # a fill that saves less than this share of multiply-adds is not worth its approximation
 
@@ -137,7 +139,7 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
     if maps is not None and options.route == "ridge":
         maps = maps.at(split)
         check_maps(maps, located, options, [x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-        return Fill("ridge", split, options.tail, maps, parse_rows(options.rows), tokens)
+        return Fill("ridge", split, options.tail, maps, parse_rows(options.rows), tokens, cut=maps.cut)
     if located.tokens.op == "placeholder" and "inputs_embeds" not in located.tokens.meta.get(ARGUMENT, ""):
         raise CannotFill(
             "the graph begins in the middle of the model, so its layers cannot be numbered",
@@ -149,14 +151,16 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
             f"split {split} leaves no late layer: {layers} layers were found that write states",
             hint=f"choose a split below {layers}; if the model has more, something leads around its residual stream",
         )
-    return Fill(options.route, split, options.tail, selectors=parse_rows(options.rows), tokens=tokens)
+    cut = maps.cut if maps is not None and options.route == "oracle" else INPUT
+    return Fill(options.route, split, options.tail, selectors=parse_rows(options.rows), tokens=tokens, cut=cut)
 
 
 def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: list[torch.Tensor]) -> None:
     """Whether these maps were made for this model.
 
     Raises:
-        CannotFill: other layers, other widths or (unless `check_weights=False`) other weights.
+        CannotFill: other layers, other widths, projections that a layer has not, or (unless `check_weights=False`)
+            other weights.
     """
     layers = len(located.layers)
     wanted = tuple(range(maps.split + 1, layers))
@@ -167,17 +171,21 @@ def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: 
             hint="the maps are of another model, or a graph break cut this one (see TORCH_LOGS=graph_breaks)",
         )
     source = located.layers[maps.split].width
-    for layer in wanted:
-        expected = (located.layers[layer].width, source)
-        if maps.shape(layer) != expected:
+    for layer, widths in widths_of(cuts_of(located, maps.split, maps.cut)).items():
+        expected = (sum(widths), source)
+        if maps.shape(layer) != expected or maps.widths(layer) != widths:
             raise CannotFill(
-                f"the map of layer {layer} is {maps.shape(layer)}, and the model needs {expected}",
+                f"the map of layer {layer} is {maps.shape(layer)}, and the model needs {expected}{_told(widths)}",
                 located.layers[layer].input,
                 "calibrate maps for this model",
             )
     refusal = other_weights(options, maps, parameters)
     if refusal is not None:
         raise refusal
+
+
+def _told(widths: tuple[int, ...]) -> str:
+    return f", for projections of widths {', '.join(map(str, widths))}" if len(widths) > 1 else ""
 
 
 def other_weights(options: Options, maps: RidgeMaps | None, parameters: list[torch.Tensor]) -> CannotFill | None:

@@ -17,6 +17,7 @@ from ridgefill_compile.capture import capture
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.fill import choose_fill
 from ridgefill_compile.options import Options
+from ridgefill_compile.passes.cuts import cuts_of, widths_of
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, locate
@@ -26,15 +27,16 @@ from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.plan import plan
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 from ridgefill_compile.selectors import Selector
+from ridgefill_compile.splitmaps import INPUT
 
 
 class RandomMaps:
     """Maps of random numbers: what they predict is wrong, and the same for every way of computing it."""
 
-    def __init__(self, located: Located, split: int) -> None:
+    def __init__(self, located: Located, split: int, cut: str = INPUT) -> None:
         generator = torch.Generator().manual_seed(1)
         d_in = located.layers[split].width
-        widths = {layer.index: layer.width for layer in located.layers[split + 1 :]}
+        widths = {layer: sum(each) for layer, each in widths_of(cuts_of(located, split, cut)).items()}
         self.matrices: dict[int, Tensor] = {
             i: torch.randn(d, d_in, generator=generator) / d_in**0.5 for i, d in widths.items()
         }
@@ -59,6 +61,7 @@ class Variants:
     Attributes:
         ways: name -> (route, whether rows are eliminated).
         selectors: of prefix rows that stay exact.
+        cut: what is predicted of late layers, one of `splitmaps.CUTS`.
         verified: whether every graph is verified, which takes longer than all else.
         graphs: name -> rewritten graph, of the last compiled prompt.
         captured, routed, narrowed: what the passes made of that prompt's graph, before it is written out to run.
@@ -78,6 +81,7 @@ class Variants:
         }
     )
     selectors: tuple[Selector, ...] = ()
+    cut: str = INPUT
     verified: bool = True
     graphs: dict[str, GraphModule] = field(default_factory=dict)
     captured: GraphModule | None = None
@@ -128,7 +132,8 @@ class Variants:
         check_late_states(captured.graph, located, self.split, self.tail)
         self.graphs = {"exact": expand(captured)}
         for name, (way, eliminated) in self.ways.items():
-            fill = Fill(way, self.split, self.tail, RandomMaps(located, self.split), self.selectors)
+            maps = RandomMaps(located, self.split, self.cut)
+            fill = Fill(way, self.split, self.tail, maps, self.selectors, cut=self.cut)
             routed = self.routed[name] = route(captured, located, fill)
             self._verify(routed, captured, "route")
             self.narrowed[name] = eliminate(routed) if eliminated else routed
