@@ -1,9 +1,11 @@
-"""The calibration rewrite: nothing is replaced; what the ridge fit needs of each layer's input is returned beside.
+"""The calibration rewrite: nothing is replaced; what the ridge fit needs of each layer is returned beside.
 
     results, ...   ->   results, ..., for each split S and late layer l > S, on every `stride`-th row, in float64:
-                        sum x_S [d_in], x_S^T x_S [d_in, d_in], sum x_l [d_out], x_S^T x_l [d_in, d_out]
+                        sum x_S [d_in], x_S^T x_S [d_in, d_in], sum y_l [d_out], x_S^T y_l [d_in, d_out]
 
-or, to score maps on held-out text, those rows themselves: x_l [rows / stride, d] of every layer from the first split.
+where x_S is the split state and y_l what maps predict of a late layer: its input x_l, or its projections side by side.
+Or, to score maps on held-out text, those rows themselves: x_l, and behind it projections, [rows / stride, d] of every
+layer from the first split.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ridgefill_compile.passes.calls import TO_THE_END, aten
+from ridgefill_compile.passes.cuts import Cut
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
 from ridgefill_compile.passes.locate import Located
 
@@ -29,7 +32,12 @@ class Extra:
 
 
 def accumulate(
-    module: GraphModule, located: Located, splits: Sequence[int], stride: int, rows: bool = False
+    module: GraphModule,
+    located: Located,
+    splits: Sequence[int],
+    stride: int,
+    rows: bool = False,
+    cuts: Sequence[Cut] = (),
 ) -> tuple[GraphModule, list[Extra]]:
     """A copy of the module with accumulators as added results, and what each of them is.
 
@@ -39,6 +47,7 @@ def accumulate(
         splits: splits to fit maps for, each in `0..layers-1`.
         stride: take rows 0, stride, 2 * stride, ...
         rows: return the rows themselves rather than their sums.
+        cuts: what is predicted, of every layer behind the first split; none: the layers' inputs.
     """
     result = copy_module(module)
     copies = dict(zip(module.graph.nodes, result.graph.nodes, strict=True))
@@ -58,13 +67,20 @@ def accumulate(
             layer.index: _taken_rows(emit, copies[layer.input], located.row_dim, stride)
             for layer in located.layers[min(splits) :]
         }
+        parts: dict[int, list[Node]] = {}
+        for cut in cuts:
+            part = _taken_rows(emit, copies[cut.value], located.row_dim, stride)
+            parts.setdefault(cut.layer, []).append(part)
         if rows:
             for index, value in taken.items():
-                add(value, "rows", min(splits), index)
+                add(_beside(emit, [value, *parts.get(index, ())]), "rows", min(splits), index)
         else:
-            double = {i: emit(aten.to.dtype, value, torch.float64) for i, value in taken.items()}
+            predicted = {i: _beside(emit, parts.get(i, [value])) for i, value in taken.items()}
+            summed = dict.fromkeys([*predicted.values(), *(taken[split] for split in splits)])
+            double = {value: emit(aten.to.dtype, value, torch.float64) for value in summed}
             for split in splits:
-                _add_sums(emit, double, split, add)
+                late = {i: double[value] for i, value in predicted.items() if i > split}
+                _add_sums(emit, double[taken[split]], late, split, add)
     results = output.args[0]
     assert isinstance(results, list | tuple)
     output.args = ((*results, *added),)
@@ -74,17 +90,22 @@ def accumulate(
 
 
 def _taken_rows(emit: Emitter, value: Node, row_dim: int, stride: int) -> Node:
-    """Every `stride`-th row of a layer's input, [taken rows of all samples, d]."""
+    """Every `stride`-th row of a layer's input or projection, [taken rows of all samples, d]."""
     some = emit(aten.slice.Tensor, value, row_dim, 0, TO_THE_END, stride, like=value)
     return emit(aten.reshape.default, some, [-1, int(value.meta["val"].shape[-1])], like=value)
 
 
-def _add_sums(emit: Emitter, double: dict[int, Node], split: int, add: Callable[[Node, str, int, int], None]) -> None:
-    x = double[split]
+def _beside(emit: Emitter, values: Sequence[Node]) -> Node:
+    """Columns of several values [taken rows, d] as those of one."""
+    return values[0] if len(values) == 1 else emit(aten.cat.default, [*values], 1)
+
+
+def _add_sums(
+    emit: Emitter, x: Node, late: dict[int, Node], split: int, add: Callable[[Node, str, int, int], None]
+) -> None:
     turned = emit(aten.t.default, x)
     add(emit(aten.sum.dim_IntList, x, [0]), "sum_x", split, split)
     add(emit(aten.mm.default, turned, x), "xx", split, split)
-    for layer, y in double.items():
-        if layer > split:
-            add(emit(aten.sum.dim_IntList, y, [0]), "sum_y", split, layer)
-            add(emit(aten.mm.default, turned, y), "xy", split, layer)
+    for layer, y in late.items():
+        add(emit(aten.sum.dim_IntList, y, [0]), "sum_y", split, layer)
+        add(emit(aten.mm.default, turned, y), "xy", split, layer)

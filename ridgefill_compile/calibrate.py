@@ -23,7 +23,7 @@ from ridgefill_compile.fit import fit_split
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.meter import Meter
 from ridgefill_compile.ridge import DEFAULT_PENALTIES, RidgeStatistics
-from ridgefill_compile.splitmaps import SplitMaps, storage_dtype
+from ridgefill_compile.splitmaps import CUTS, INPUT, SplitMaps, storage_dtype
 from ridgefill_compile.tokens import TokenTable, count_tokens
 
 # Enough for a mean cosine; more would cost passes, and memory for every layer's rows.
@@ -31,7 +31,13 @@ HELD_OUT_ROWS = 4096
 
 
 class Collector(Protocol):
-    """What calibration asks of the compiled graph; `collect.StateCollector` is the one."""
+    """What calibration asks of the compiled graph; `collect.StateCollector` is the one.
+
+    Attributes:
+        widths: layer -> widths of its projections, where they are predicted.
+    """
+
+    widths: dict[int, tuple[int, ...]]
 
     @property
     def layers(self) -> int:
@@ -41,7 +47,9 @@ class Collector(Protocol):
         """Split -> sums over every `stride`-th row of `input_ids` `[1, rows]`."""
 
     def rows(self, input_ids: Tensor) -> dict[int, Tensor]:
-        """Layer -> its input on those rows, `[taken rows, d]`, for each split and all layers above."""
+        """Layer -> its input on those rows, `[taken rows, d]`, for each split and all layers above; behind it the
+        layer's projections, where they are predicted.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class _Settings:
     penalties: tuple[float, ...]
     held_out: int
     dtype: str
+    cut: str
 
     def __post_init__(self) -> None:
         if not self.splits or len(set(self.splits)) != len(self.splits):
@@ -67,6 +76,8 @@ class _Settings:
         if not self.penalties or not all(0 <= penalty < math.inf for penalty in self.penalties):
             raise OptionError(f"penalties must be finite numbers of at least 0, not {list(self.penalties)}")
         storage_dtype(self.dtype)
+        if self.cut not in CUTS:
+            raise OptionError(f"cut must be one of {', '.join(map(repr, CUTS))}, not {self.cut!r}")
 
     def of_sums(self, held_out: int, model: ModelFingerprint, tokenizer: str | None) -> dict[str, Any]:
         """All that the sums depend on, besides the texts; penalties and dtype come after them."""
@@ -74,6 +85,7 @@ class _Settings:
             "splits": sorted(self.splits),
             "window": self.window,
             "stride": self.stride,
+            "cut": self.cut,
             "held_out_documents": held_out,
             "model": model.key(),
             "tokenizer": tokenizer,
@@ -100,6 +112,7 @@ def calibrate(
     progress: bool = True,
     inner: str = "eager",
     dtype: str = "bfloat16",
+    cut: str = INPUT,
     _collector: Callable[..., Collector] | None = None,
 ) -> RidgeMaps:
     """Fit the maps of a model on text.
@@ -128,17 +141,20 @@ def calibrate(
         inner: compiler that lowers the graph, as in the backend's options.
         dtype: of the stored maps, "bfloat16", "float32" or "int8" (see `RidgeMaps.to`); held-out figures are of the
             tensors as stored.
+        cut: what the maps predict of a late layer: its "input", or, to compare, the "projections" that its keys and
+            values are made of (cheaper to fill with, and worse: the layer's norm no longer sets their scale).
 
     Raises:
         OptionError: a bad argument, or a split that the model does not have.
         CalibrationError: no text, or none as long as a quarter of a window; a weight, or a layer's input on
             some document, is NaN or infinite; the checkpoint is damaged or of another calibration.
-        CalibrationError: the layers of the model cannot be located, or its ids lie outside its vocabulary.
+        CalibrationError: the layers of the model cannot be located, its ids lie outside its vocabulary, or a late
+            layer has no projections to predict.
     """
     if not isinstance(splits, int | Sequence):
         raise OptionError(f"splits must be a layer or a sequence of layers, not {splits!r}")
     layers = (splits,) if isinstance(splits, int) else tuple(splits)
-    settings = _Settings(layers, window, stride, tuple(map(float, penalties)), held_out, dtype)
+    settings = _Settings(layers, window, stride, tuple(map(float, penalties)), held_out, dtype, cut)
     documents = read_documents(texts_or_batches, tokenizer)
     items = len(texts_or_batches) if isinstance(texts_or_batches, Sized) else None
     _check_weights(model)
@@ -256,7 +272,8 @@ class _Run:
     def fit(self, sums: RidgeStatistics, rows: dict[int, Tensor]) -> SplitMaps:
         """The maps of one split, at its best penalty."""
         watch = partial(self.meter.layers, sums.split)
-        return fit_split(sums, rows, self.settings.penalties, self.settings.dtype, watch)
+        widths = None if self.settings.cut == INPUT else self.collector.widths
+        return fit_split(sums, rows, self.settings.penalties, self.settings.dtype, watch, widths)
 
     def _check_splits(self) -> None:
         deepest = self.collector.layers - 2
@@ -289,7 +306,7 @@ def _make_collector(
     if factory is None:
         from ridgefill_compile.collect import StateCollector  # the compiler, wanted only when it runs
 
-        factory = StateCollector
+        factory = partial(StateCollector, cut=settings.cut)
     return factory(model, settings.splits, stride=settings.stride, inner=inner)
 
 

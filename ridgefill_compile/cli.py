@@ -112,6 +112,7 @@ def calibrate(
     stride: Annotated[int, typer.Option(help="Every how manyth row is fitted.")] = 4,
     held_out: Annotated[int, typer.Option(help="Texts that only choose the penalty.")] = 5,
     dtype: Annotated[str, typer.Option(help="Of the stored maps: bfloat16, float32 or int8.")] = "bfloat16",
+    cut: Annotated[str, typer.Option(help="What maps predict of late layers: input or projections.")] = "input",
     model_dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
     checkpoint: Annotated[Path | None, typer.Option(help="Folder to go on from. Default: beside --out.")] = None,
     as_json: Json = False,
@@ -136,6 +137,7 @@ def calibrate(
         stride=stride,
         held_out=held_out,
         dtype=dtype,
+        cut=cut,
         checkpoint=checkpoint or out.with_name(out.name + ".unfinished"),
     )
     maps.save(out)
@@ -324,6 +326,7 @@ def about_maps(folder: Path) -> dict[str, Any]:
         "split": maps.split,
         "layer_count": maps.layer_count,
         "width": maps.d_in,
+        "cut": maps.cut,
         "dtype": str(maps.dtype).removeprefix("torch."),
         "bytes": sum(part.nbytes for part in parts),
         "calibration": maps.calibration,
@@ -349,6 +352,7 @@ def show_maps(result: dict[str, Any]) -> None:
     console.print(
         f"maps of a model of {result['layer_count']} layers, width {result['width']}, "
         f"stored as {result['dtype']}, {result['bytes'] / 1e6:.1f} MB"
+        f"{'' if result['cut'] == 'input' else ', of ' + result['cut']}"
     )
     table = Table("split", "layers", "MB", "penalty", "rows fitted", "held-out cosine", "of identity")
     for part in result["splits"]:

@@ -1,4 +1,7 @@
-"""Runs a model exactly while collecting what ridge maps are fitted on: sums over layer inputs, or the inputs."""
+"""Runs a model exactly while collecting what ridge maps are fitted on: sums over layer inputs, or the inputs.
+
+Where maps predict projections, these take the place of late layers' inputs in the sums.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,13 @@ from ridgefill_compile.capture import capture
 from ridgefill_compile.errors import CalibrationError, CannotFill, OptionError, RidgefillError
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.accumulate import Extra, accumulate
+from ridgefill_compile.passes.cuts import cuts_of, widths_of
 from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.outputs import check_late_states
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 from ridgefill_compile.ridge import RidgeStatistics
+from ridgefill_compile.splitmaps import INPUT
 
 
 class StateCollector:
@@ -32,13 +37,22 @@ class StateCollector:
         splits: first late layers to fit maps for.
         stride: rows 0, stride, 2 * stride, ... are taken.
         inner: compiler of the rewritten graph ("eager", "aot_eager" or "inductor").
+        cut: what is predicted of late layers, one of `splitmaps.CUTS`.
+
+    Attributes:
+        widths: layer -> widths of its projections, where they are predicted; known after the first call.
 
     Raises:
-        CalibrationError: at the first call: no layers found, a split out of range, or a graph break.
+        CalibrationError: at the first call: no layers found, a split out of range, a graph break, or a late layer
+            without projections.
     """
 
-    def __init__(self, model: nn.Module, splits: Sequence[int], stride: int = 4, inner: str = "eager") -> None:
+    def __init__(
+        self, model: nn.Module, splits: Sequence[int], stride: int = 4, inner: str = "eager", cut: str = INPUT
+    ) -> None:
         self.model = model
+        self.cut = cut
+        self.widths: dict[int, tuple[int, ...]] = {}
         self.splits = tuple(splits)
         self.stride = stride
         self.options = Options(route="exact", inner=inner)
@@ -85,7 +99,10 @@ class StateCollector:
         return statistics
 
     def rows(self, input_ids: Tensor) -> dict[int, Tensor]:
-        """Inputs of every layer from the first split on, on the taken rows of input_ids [batch, rows]: [taken, d]."""
+        """Inputs of every layer from the first split on, on the taken rows of input_ids [batch, rows]: [taken, d].
+
+        Behind an input stand the layer's projections, where they are predicted: [taken, d + widths].
+        """
         return {extra.layer: value for extra, value in self._run(input_ids, rows=True)}
 
     def _run(self, input_ids: Tensor, rows: bool) -> list[tuple[Extra, Tensor]]:
@@ -130,8 +147,9 @@ class StateCollector:
         if self.located is not None and count != len(self.located.layers):
             raise CannotFill("the model ran as several graphs", hint="remove what breaks the graph")
         check_late_states(captured.graph, located, min(self.splits))
-        result, extras = accumulate(captured, located, self.splits, self.stride, rows)
-        self.located = located
+        cuts = cuts_of(located, min(self.splits), self.cut) if self.cut != INPUT else ()
+        result, extras = accumulate(captured, located, self.splits, self.stride, rows, cuts)
+        self.located, self.widths = located, widths_of(cuts)
         self._extras = [e for e in self._extras if (e.kind == "rows") != rows] + extras
         compiled = inner_compiler(self.options)(expand(result), example_inputs)
         added = len(extras)

@@ -18,26 +18,30 @@ def fit_split(
     penalties: Sequence[float],
     dtype: str,
     watch: Callable[[Sequence[int]], Iterable[int]] = iter,
+    widths: Mapping[int, tuple[int, ...]] | None = None,
 ) -> SplitMaps:
     """The maps of one split, at the penalty with the highest held-out cosine; of equal ones, the largest.
 
     Args:
         sums: what to fit.
-        rows: layer -> its input on held-out rows, `[rows, d]` float32; the split and each layer with sums.
+        rows: layer -> its input on held-out rows and, where projections are predicted, behind it those side by side,
+            `[rows, d]` float32; the split and each layer with sums.
         penalties: the grid of `λ` to try.
         dtype: of the stored maps, "bfloat16", "float32" or "int8"; they are scored as stored, not as solved.
         watch: passes the layers on, one at a time, to whoever shows progress.
+        widths: layer -> the widths of its projections; None: its input is predicted.
 
     Returns:
         Maps on the CPU, with the figures that `SplitMaps` describes.
     """
     solver = RidgeSolver(sums)
-    x = rows[sums.split].to(sums.xx.device)
+    widths = {layer: widths[layer] for layer in sums.layers} if widths else {}
+    x = rows[sums.split][:, : sums.sum_x.shape[0]].to(sums.xx.device)
     tried: dict[float, dict[int, dict[str, float]]] = {penalty: {} for penalty in penalties}
     for layer in watch(sums.layers):
-        y = rows[layer].to(sums.xx.device)
+        y = rows[layer][:, -sums.sum_y[layer].shape[0] :].to(sums.xx.device)
         for penalty, figures in tried.items():
-            figures[layer] = _figures(_stored(solver, layer, penalty, dtype), x, y)
+            figures[layer] = _figures(_stored(solver, layer, penalty, dtype), x, y, widths.get(layer))
     mean = {
         penalty: sum(figure["cosine"] for figure in figures.values()) / len(figures)
         for penalty, figures in tried.items()
@@ -50,6 +54,7 @@ def fit_split(
         rows=sums.count,
         held_out=tried[best],
         penalty_cosines=mean,
+        widths=widths,
     )
 
 
@@ -57,9 +62,17 @@ def _stored(solver: RidgeSolver, layer: int, penalty: float, dtype: str) -> Stor
     return StoredMap.of(*solver.solve(layer, penalty), storage_dtype(dtype))
 
 
-def _figures(stored: StoredMap, x: Tensor, y: Tensor) -> dict[str, float]:
-    """How well a map predicts `y` `[rows, d_out]` from `x` `[rows, d_in]`, and how well `x` itself does."""
-    figures = _agreement(x @ stored.floats().float().T + stored.offset.float(), y)
+def _figures(stored: StoredMap, x: Tensor, y: Tensor, widths: tuple[int, ...] | None) -> dict[str, float]:
+    """How well a map predicts `y` `[rows, d_out]` from `x` `[rows, d_in]`, and how well `x` itself does; or how well
+    it predicts each projection, and on average.
+    """
+    prediction = x @ stored.floats().float().T + stored.offset.float()
+    if widths is not None:
+        parts = zip(prediction.split(widths, 1), y.split(widths, 1), strict=True)
+        each = [_agreement(*part) for part in parts]
+        figures = {name: sum(part[name] for part in each) / len(each) for name in each[0]}
+        return figures | {f"{name}.{cut}": value for cut, part in enumerate(each) for name, value in part.items()}
+    figures = _agreement(prediction, y)
     if x.shape == y.shape:
         figures |= {f"identity_{name}": value for name, value in _agreement(x, y).items()}
     return figures
