@@ -224,7 +224,7 @@ def test_random_rows_of_a_second_turn_are_those_of_their_positions() -> None:
 
 
 def test_in_bfloat16() -> None:
-    model = built("llama").to(torch.bfloat16)
+    model = built("llama").bfloat16()
     call = call_of(token_ids(48))
     options = OPTIONS | {"rows": "pooled:0.25"}
     answers = [values(compiled(model, options | {"eliminate": way})(**call)) for way in (True, False)]
