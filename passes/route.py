@@ -60,6 +60,10 @@ from ridgefill_compile.splitmaps import INPUT
 class Maps(Protocol):
     """What a route reads of `RidgeMaps`."""
 
+    @property
+    def norm(self) -> float | None:
+        """Added to the mean square of the split state where it is divided by its root first; None: it is not."""
+
     def matrix(self, layer: int) -> torch.Tensor:
         """[d_out, d_in]: the rows of the layer's first cut, below them those of the second, ..."""
 
@@ -150,6 +154,7 @@ class _Router:
         self.selected: Node | None = None  # positions of prefix rows that stay exact
         self.merged: dict[Cut, Node] = {}  # each cut, predicted on prefix rows
         self._split_prefix: Node | None = None
+        self._norms: dict[Node, Node] = {}  # rows of the split state -> what maps read of them
 
     def select(self, copies: dict[Node, Node]) -> Node:
         """Positions of the prefix rows that stay exact."""
@@ -245,7 +250,20 @@ class _Router:
         assert self.fill.maps is not None
         weight = self.matrix(cut, value)
         bias = self.of_cut(cut, self.tensor(f"offset_{cut.layer}", self.fill.maps.offset(cut.layer), value))
-        return self.emit(aten.linear.default, self._on_device_of(value, prefix), weight, bias, like=value)
+        read = self._on_device_of(value, self._normed(prefix))
+        return self.emit(aten.linear.default, read, weight, bias, like=value)
+
+    def _normed(self, prefix: Node) -> Node:
+        """Rows of the split state as maps read them."""
+        assert self.fill.maps is not None
+        epsilon = self.fill.maps.norm
+        if epsilon is None:
+            return prefix
+        if prefix not in self._norms:
+            with self.emit.graph.inserting_before(prefix.next):
+                width = int(shape(prefix)[-1])
+                self._norms[prefix] = self.emit(aten.rms_norm.default, prefix, [width], None, epsilon, like=prefix)
+        return self._norms[prefix]
 
     def _on_device_of(self, value: Node, prefix: Node) -> Node:
         """Rows of the split state where a late layer lives, in its dtype: a model may be spread over devices."""

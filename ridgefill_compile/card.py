@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ridgefill_compile.splitmaps import HELD_OUT_DTYPE, mean_figure
+from ridgefill_compile.splitmaps import HELD_OUT_DTYPE, INPUT, mean_figure
 
 if TYPE_CHECKING:
     from ridgefill_compile.maps import RidgeMaps
@@ -24,7 +24,7 @@ tags:
 
 With these maps [ridgefill-compile](https://pypi.org/project/ridgefill-compile/), a `torch.compile` backend, answers
 long prompts of one model sooner: most prompt rows run through the early layers only, and the maps predict from the
-input of layer {split} what each later layer would have read. They are linear, fitted by ridge regression on ordinary
+input of layer {split} the {predicted} of each later layer. They are linear, fitted by ridge regression on ordinary
 text. They fit the weights they were calibrated on; loading warns of others.
 
 ```python
@@ -40,7 +40,7 @@ Stored as {dtype}, {megabytes:.1f} MB{scored}.
 |---|---|---|---|---|---|
 {rows}
 
-The cosine is that between predicted and true layer inputs, on rows of texts that were not fitted, averaged over layers.
+The cosine is that between predicted and true {predicted}, on rows of texts that were not fitted, averaged over layers.
 """
 
 
@@ -56,6 +56,7 @@ def model_card(maps: RidgeMaps, repo: str) -> str:
     return _CARD.format(
         model=f"{maps.calibration.get('model', 'a decoder')} of {maps.layer_count} layers, width {maps.d_in}",
         split=maps.split,
+        predicted="inputs" if maps.cut == INPUT else "key and value projections",
         repo=repo,
         dtype=str(maps.dtype).removeprefix("torch."),
         megabytes=sum(part.nbytes for part in parts) / 1e6,

@@ -168,6 +168,8 @@ def _inspect(inspection: Inspection, module: GraphModule, split: int | None) -> 
 class ShapeOnlyMaps:
     """Maps without numbers, to rewrite a graph that will not run."""
 
+    norm: float | None = None
+
     def __init__(self, module: GraphModule, located: Located, split: int) -> None:
         self.mode = fake_mode_of(module.graph)
         self.widths = {layer.index: layer.width for layer in located.layers}

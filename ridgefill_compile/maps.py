@@ -15,7 +15,7 @@ from ridgefill_compile.errors import MapsError, RidgefillWarning
 from ridgefill_compile.fingerprint import Match, ModelFingerprint, Tokenizer, tokenizer_fingerprint
 from ridgefill_compile.int8 import Codes
 from ridgefill_compile.mapfiles import read_directory, write_directory
-from ridgefill_compile.splitmaps import HELD_OUT_DTYPE, SplitMaps, storage_dtype
+from ridgefill_compile.splitmaps import HELD_OUT_DTYPE, SplitMaps, StoredMap, storage_dtype
 from ridgefill_compile.tokens import TokenTable
 
 __all__ = ["RidgeMaps", "SplitMaps"]
@@ -68,6 +68,52 @@ class RidgeMaps:
         self.split = parts[0].split if split is None else split
         self._default = self._part(self.split)
 
+    @classmethod
+    def of_projections(
+        cls,
+        weights: Mapping[int, Sequence[Tensor]],
+        *,
+        split: int,
+        layer_count: int,
+        offsets: Mapping[int, Sequence[Tensor]] | None = None,
+        norm: Tensor | None = None,
+        epsilon: float = 1e-6,
+        dtype: str = "bfloat16",
+    ) -> RidgeMaps:
+        """Maps that others made: trained or fitted weights that take the place of late layers' projections.
+
+        What was trained along with them, queries, say, belongs into the model's own weights.
+
+        Args:
+            weights: late layer -> weights `[width, d_in]`, one for each projection that its states are made of, in the
+                order in which the layer computes these: of keys and of values, or one of a fused projection.
+            split: first late layer; it needs none.
+            layer_count: how many layers the model has.
+            offsets: late layer -> biases `[width]`, in the same order; zeros if not given.
+            norm: weight `[d_in]` of an RMS norm that the split state goes through first; None: it goes through none.
+            epsilon: that norm's.
+            dtype: to store them in, as for `calibrate`.
+
+        Raises:
+            OptionError: no such dtype.
+            MapsError: they do not fit together.
+        """
+        if offsets is None:
+            offsets = {layer: [each.new_zeros(each.shape[0]) for each in found] for layer, found in weights.items()}
+        widths = {layer: tuple(each.shape[0] for each in found) for layer, found in weights.items()}
+        if widths != {layer: tuple(each.shape[0] for each in found) for layer, found in offsets.items()}:
+            raise MapsError("projections need an offset as wide as each of them, or none at all")
+        stored = {}
+        try:
+            for layer, found in weights.items():
+                matrix = torch.cat([*found]).detach().float()
+                matrix = matrix if norm is None else matrix * norm.float()
+                stored[layer] = StoredMap.of(matrix, torch.cat([*offsets[layer]]).detach(), storage_dtype(dtype))
+        except RuntimeError as error:
+            raise MapsError(f"projections do not fit together: {error}") from error
+        part = SplitMaps.made_of(split, stored, widths=widths, norm=None if norm is None else epsilon)
+        return cls([part], layer_count=layer_count)
+
     def __repr__(self) -> str:
         return f"RidgeMaps(split={self.split}, splits={self.splits}, layers={self.layers}, d_in={self.d_in})"
 
@@ -85,6 +131,11 @@ class RidgeMaps:
     def cut(self) -> str:
         """What is predicted of a layer: its "input", or the "projections" that its keys and values are made of."""
         return self._default.cut
+
+    @property
+    def norm(self) -> float | None:
+        """Maps read `x / sqrt(mean(x²) + norm)` of a split state `x`; None: `x` itself."""
+        return self._default.norm
 
     @property
     def d_in(self) -> int:

@@ -82,6 +82,7 @@ class SplitMaps:
         widths: late layer -> the widths of its projections, in the order in which the layer computes them, where
             those are predicted: a matrix holds the rows of the first one, below them those of the second, ...
             Empty where it is the layer's input that is predicted.
+        norm: maps read `x / sqrt(mean(x²) + norm)`; None: they read `x` itself.
     """
 
     split: int
@@ -93,6 +94,7 @@ class SplitMaps:
     penalty_cosines: Mapping[float, float] = field(default_factory=dict)
     scales: Mapping[int, Tensor] = field(default_factory=dict)
     widths: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    norm: float | None = None
 
     def __post_init__(self) -> None:
         if not self.matrices or self.matrices.keys() != self.offsets.keys():
@@ -167,6 +169,7 @@ class SplitMaps:
             held_out={int(layer): figures for layer, figures in record["held_out"].items()},
             penalty_cosines=dict(record["penalty_cosines"]),
             widths={int(layer): tuple(widths) for layer, widths in record.get("widths", {}).items()},
+            norm=record.get("norm"),
         )
 
     @property
@@ -218,6 +221,7 @@ class SplitMaps:
             held_out=self.held_out,
             penalty_cosines=self.penalty_cosines,
             widths=self.widths,
+            norm=self.norm,
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -232,6 +236,7 @@ class SplitMaps:
             "held_out": {str(layer): dict(figures) for layer, figures in self.held_out.items()},
             "penalty_cosines": list(map(list, self.penalty_cosines.items())),
             "cut": self.cut,
+            "norm": self.norm,
         }
         if self.widths:
             record["widths"] = {str(layer): list(widths) for layer, widths in self.widths.items()}

@@ -134,6 +134,38 @@ def test_no_such_cut() -> None:
         calibrate(plain(), texts(), splits=1, cut="keys")
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_weights_of_others(tmp_path: Path, biased: bool) -> None:
+    """Where a late layer's attention reads the split state, its own weights and norm are its maps."""
+    model = pretrained(layers=LAYERS, attention_bias=biased)
+    first, last = model.model.layers[1:]
+    for name in ("self_attn.o_proj", "mlp.down_proj"):  # the layer between changes nothing
+        for weight in first.get_submodule(name).parameters():
+            torch.nn.init.zeros_(weight)
+    own = (last.self_attn.k_proj, last.self_attn.v_proj)
+    maps = RidgeMaps.of_projections(
+        {2: [each.weight for each in own]},
+        offsets={2: [each.bias for each in own]} if biased else None,
+        norm=last.input_layernorm.weight,
+        epsilon=model.config.rms_norm_eps,
+        split=1,
+        layer_count=LAYERS,
+        dtype="float32",
+    )
+    maps.save(tmp_path)
+    assert distance(fill(model, RidgeMaps.load(tmp_path)), exact(model)) < 1e-4
+
+
+def test_weights_that_do_not_fit() -> None:
+    weights = {2: [torch.zeros(4, 10), torch.zeros(6, 10)]}
+    with pytest.raises(MapsError, match="an offset as wide as each"):
+        RidgeMaps.of_projections(weights, offsets={2: [torch.zeros(10)]}, split=1, layer_count=3)
+    for norm, narrow in ((torch.ones(9), 10), (None, 9)):
+        weights[2][1] = torch.zeros(6, narrow)
+        with pytest.raises(MapsError, match="do not fit together"):
+            RidgeMaps.of_projections(weights, norm=norm, split=1, layer_count=3)
+
+
 class TestMapsOfProjections:
     def part(self, widths: tuple[int, ...], d_in: int = 10, split: int = 1) -> SplitMaps:
         matrix = torch.zeros(sum(widths), d_in)

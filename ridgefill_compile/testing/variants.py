@@ -33,6 +33,8 @@ from ridgefill_compile.splitmaps import INPUT
 class RandomMaps:
     """Maps of random numbers: what they predict is wrong, and the same for every way of computing it."""
 
+    norm: float | None = None
+
     def __init__(self, located: Located, split: int, cut: str = INPUT) -> None:
         generator = torch.Generator().manual_seed(1)
         d_in = located.layers[split].width
