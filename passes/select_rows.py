@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.calls import arguments, aten, positive, shape
 from ridgefill_compile.passes.emit import Emitter, inputs_of
 from ridgefill_compile.passes.functionalize import CASTS
@@ -98,8 +99,16 @@ def select_rows(
 
 
 def _has_sequences(state: Node, located: Located) -> bool:
-    """Whether the split state holds several sequences, each with rows of its own to select."""
-    return located.row_dim > 0 and not same(shape(state)[0], 1)
+    """Whether the split state holds several sequences, each with rows of its own to select.
+
+    Raises:
+        CannotFill: it holds them behind the rows.
+    """
+    if located.row_dim > 0:
+        return not same(shape(state)[0], 1)
+    if len(shape(state)) > 2 and not same(shape(state)[1], 1):
+        raise CannotFill("rows cannot be selected of sequences that lie behind the rows", state, "pass one at a time")
+    return False
 
 
 def former_rows(attention: Sequence[LayerAttention], rows: int) -> int:

@@ -102,7 +102,7 @@ class Prompt:
         device: of the split state.
         ids: token ids [batch, rows]; None where the model was given embeddings.
         valid: rows that are not padding, bool [batch, rows]; None: all, as far as is known.
-        first: position of the first row: 0, or the rows of a former turn.
+        first: position of the first row: the rows of former turns in a cache that grows, else 0.
         attention: of the layers below the split that have any, in order.
         late_attention: of the late layers, in a first sweep in which the last rows ran them over filled rows alone;
             only where a selector asks for it (`sweep`).
