@@ -18,7 +18,18 @@ from torch.fx import Graph, Node
 
 from ridgefill_compile.passes.calls import Call, Need, arguments, aten, reads, rewrite, shape
 from ridgefill_compile.passes.layout_rules import reaches_the_end
-from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows, Selected, at_least, at_most, covers, join
+from ridgefill_compile.passes.rows import (
+    EVERYTHING,
+    NOTHING,
+    Demand,
+    Rows,
+    Selected,
+    at_least,
+    at_most,
+    covers,
+    join,
+    same,
+)
 from ridgefill_compile.passes.rules import narrowed_call
 from ridgefill_compile.passes.selected_rows import take_rows
 from ridgefill_compile.recurrences.table import RECURRENCES
@@ -169,4 +180,7 @@ def _state_of_scan(node: Node) -> Call | None:
     assert isinstance(scan, Node)
     if not isinstance(scan.target, torch._ops.OpOverload) or scan.target not in RECURRENCES or number == 0:
         return None
-    return Call(operator.getitem, (Need(scan, Rows(RECURRENCES[scan.target].row_dim, 1)), number))
+    row_dim = RECURRENCES[scan.target].row_dim
+    if same(scan.meta["val"][0].shape[row_dim], 0):
+        return None  # it has none already
+    return Call(operator.getitem, (Need(scan, Rows(row_dim, 1)), number))
