@@ -162,7 +162,7 @@ def calibrate(
     vocabulary = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
     table = None if tokenizer is None else token_table(tokenizer)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with _evaluating(model), torch.no_grad(), Meter(progress, items) as meter:
+    with evaluating(model), torch.no_grad(), Meter(progress, items) as meter:
         held, rest = hold_out(documents, held_out, window)
         kept = earlier = None
         if checkpoint is not None:
@@ -321,7 +321,7 @@ def _check_weights(model: nn.Module) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside (dropout would be fitted too); each module's own mode again after."""
     training = [module for module in model.modules() if module.training]
     model.eval()

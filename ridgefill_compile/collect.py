@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +62,7 @@ class StateCollector:
         self._values: list[Tensor] = []
         substitute_recurrences(model)
         self._compiled = {rows: compile_apart(model, self._backend(rows)) for rows in (False, True)}
-        accepted = inspect.signature(model.forward).parameters
-        everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-        wanted = {"use_cache": True, "logits_to_keep": 1}
-        self._arguments = {name: value for name, value in wanted.items() if everything or name in accepted}
+        self._arguments = call_arguments(model)
 
     @property
     def layers(self) -> int:
@@ -123,20 +121,7 @@ class StateCollector:
         return [extra for extra in self._extras if (extra.kind == "rows") == rows]
 
     def _backend(self, rows: bool) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
-        def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            try:
-                return self._compile(module, example_inputs, rows)
-            except RidgefillError as error:
-                failure = error  # raised at the call: raised here, Dynamo would wrap it
-
-                def fail(*inputs: Any) -> Any:
-                    if isinstance(failure, OptionError):
-                        raise failure
-                    raise CalibrationError(f"this model cannot be calibrated: {failure}") from failure
-
-                return fail
-
-        return backend
+        return raising_when_called(partial(self._compile, rows=rows))
 
     def _compile(self, module: GraphModule, example_inputs: Sequence[Any], rows: bool) -> Callable[..., Any]:
         captured = capture(module)
@@ -160,3 +145,37 @@ class StateCollector:
             return results[:-added]
 
         return run
+
+
+def call_arguments(model: nn.Module) -> dict[str, Any]:
+    """What a model is called with beside ids: a cache, and one row of logits, as far as its `forward` takes them."""
+    accepted = inspect.signature(model.forward).parameters
+    everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    wanted = {"use_cache": True, "logits_to_keep": 1}
+    return {name: value for name, value in wanted.items() if everything or name in accepted}
+
+
+def raising_when_called(
+    compile_graph: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """A backend whose refusals are raised at the call: raised while compiling, Dynamo would wrap them.
+
+    Raises:
+        OptionError: the backend's own.
+        CalibrationError: for whatever else the backend refuses.
+    """
+
+    def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return compile_graph(module, example_inputs)
+        except RidgefillError as error:
+            failure = error
+
+            def fail(*inputs: Any) -> Any:
+                if isinstance(failure, OptionError):
+                    raise failure
+                raise CalibrationError(f"this model cannot be calibrated: {failure}") from failure
+
+            return fail
+
+    return backend
