@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ridgefill_compile.tokens import TokenTable
 __all__ = ["RidgeMaps", "SplitMaps"]
 
 TOKENS = "tokens"  # the file of the tokenizer's table
+STATE_PROMPTS = "state_prompts"  # in `calibration`: how many prompts the state differences are means over
 
 
 class RidgeMaps:
@@ -213,6 +215,29 @@ class RidgeMaps:
             MapsError: the layer has no map at this split.
         """
         return self._default.offsets[self._known(layer)]
+
+    def state_difference(self, layer: int) -> Tensor | None:
+        """Mean of the exact state minus the filled one of a recurrent layer, float32 `[heads, key, value]`; None where
+        it was not calibrated (see `calibrate_states`).
+
+        Raises:
+            MapsError: the layer has no map at this split.
+        """
+        return self._default.states.get(self._known(layer))
+
+    def with_state_differences(self, states: Mapping[int, Mapping[int, Tensor]], prompts: int) -> RidgeMaps:
+        """The same maps with the state differences of some splits, in place of those they had.
+
+        Args:
+            states: split -> late layer -> float32 `[heads, key, value]`.
+            prompts: how many they are means over, for the record.
+
+        Raises:
+            MapsError: there are no maps for such a split or layer, or a tensor is of another kind.
+        """
+        known = {split: replace(self._part(split), states=dict(found)) for split, found in states.items()}
+        parts = [known.get(split, part) for split, part in self._parts.items()]
+        return self._with(parts, calibration=self.calibration | {STATE_PROMPTS: prompts})
 
     def at(self, split: int) -> RidgeMaps:
         """The same maps with another default split; nothing is copied.

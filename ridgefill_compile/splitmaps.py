@@ -83,6 +83,8 @@ class SplitMaps:
             those are predicted: a matrix holds the rows of the first one, below them those of the second, ...
             Empty where it is the layer's input that is predicted.
         norm: maps read `x / sqrt(mean(x²) + norm)`; None: they read `x` itself.
+        states: late layer -> float32 `[heads, key, value]`: the mean over prompts of its recurrence's exact state minus
+            the filled one. Empty where they were not calibrated.
     """
 
     split: int
@@ -95,6 +97,7 @@ class SplitMaps:
     scales: Mapping[int, Tensor] = field(default_factory=dict)
     widths: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     norm: float | None = None
+    states: Mapping[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.matrices or self.matrices.keys() != self.offsets.keys():
@@ -117,6 +120,15 @@ class SplitMaps:
                 raise MapsError(
                     f"the map of layer {layer} at split {self.split} predicts {self.matrices[layer].shape[0]} columns, "
                     f"and its projections have {' + '.join(map(str, self.widths[layer]))}"
+                )
+        self._check_states()
+
+    def _check_states(self) -> None:
+        for layer, state in self.states.items():
+            if layer not in self.matrices or state.ndim != 3 or state.dtype != torch.float32:
+                raise MapsError(
+                    f"the state difference of layer {layer} at split {self.split} must be float32 "
+                    f"[heads, key, value] of a late layer, not {_kind(state)}"
                 )
 
     @classmethod
@@ -153,6 +165,8 @@ class SplitMaps:
             for layer, d_out in record["d_out"].items()
             for name, kind in _expected(layer, d_out, record["d_in"], dtype).items()
         }
+        states = record.get("states", {})
+        expected |= {f"{layer}.state": (tuple(size), torch.float32) for layer, size in states.items()}
         if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} != expected:
             raise MapsError(f"the file of split {record['split']} has other layers, widths or dtype than it should")
         maps = {
@@ -170,6 +184,7 @@ class SplitMaps:
             penalty_cosines=dict(record["penalty_cosines"]),
             widths={int(layer): tuple(widths) for layer, widths in record.get("widths", {}).items()},
             norm=record.get("norm"),
+            states={int(layer): tensors[f"{layer}.state"] for layer in states},
         )
 
     @property
@@ -222,6 +237,7 @@ class SplitMaps:
             penalty_cosines=self.penalty_cosines,
             widths=self.widths,
             norm=self.norm,
+            states=self.states,
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -240,11 +256,14 @@ class SplitMaps:
         }
         if self.widths:
             record["widths"] = {str(layer): list(widths) for layer, widths in self.widths.items()}
+        if self.states:
+            record["states"] = {str(layer): list(state.shape) for layer, state in sorted(self.states.items())}
         return record | ({"group": GROUP} if self.scales else {})
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The tensors as stored, such as `"17.matrix"`, `"17.offset"` and, of codes, `"17.scales"`."""
-        return {f"{layer}.{name}": tensor for layer in self.layers for name, tensor in self._named(layer).items()}
+        """The tensors as stored, such as `"17.matrix"`, `"17.offset"`, of codes `"17.scales"`, and `"17.state"`."""
+        maps = {f"{layer}.{name}": tensor for layer in self.layers for name, tensor in self._named(layer).items()}
+        return maps | {f"{layer}.state": state for layer, state in self.states.items()}
 
     def _stored(self, layer: int) -> StoredMap:
         return StoredMap(self.matrices[layer], self.offsets[layer], self.scales.get(layer))
