@@ -34,10 +34,11 @@ class Correction:
         left: dict[str, list[int]] = {}
         for layer, reason in states.left_alone.items():
             left.setdefault(reason, []).append(layer)
-        return _lines(done), _lines(left)
+        return layer_lines(done), layer_lines(left)
 
 
-def _lines(layers: Mapping[str, Iterable[int]]) -> list[str]:
+def layer_lines(layers: Mapping[str, Iterable[int]]) -> list[str]:
+    """A line for each thing that is said of some layers."""
     return [f"{what}: layers {', '.join(map(str, where))}" for what, where in layers.items() if where]
 
 

@@ -51,8 +51,9 @@ from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, in
 from ridgefill_compile.passes.filled_states import FilledStates
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
-from ridgefill_compile.passes.select_rows import select_rows
+from ridgefill_compile.passes.select_rows import select_rows, valid_rows
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
+from ridgefill_compile.passes.terminal_state import StateCorrection, correct_states, late_scans
 from ridgefill_compile.selectors import Selector
 from ridgefill_compile.splitmaps import INPUT
 
@@ -94,6 +95,7 @@ class Fill:
     given: bool = False
     cut: str = INPUT
     correction: Correction = field(default_factory=Correction)
+    state_correction: StateCorrection | None = None
 
 
 def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
@@ -125,6 +127,8 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
         router.replace(cut, copies[cut.value])
     if fill.correction:
         router.correct(copies, attention_states(module.graph, located, fill.split))
+    if fill.state_correction is not None:
+        router.correct_states(copies, fill.state_correction)
     if fill.route == "none":
         hide_prefix(emit, copies, located, fill, router.selected)
     if fill.tail == 0:
@@ -227,6 +231,17 @@ class _Router:
             self.emit, dict(copies), self.split_state, self.located.row_dim, self.fill.tail, self.selected
         )
         correct(filled, states, self.fill.correction, predict, self.truth)
+
+    def correct_states(self, copies: dict[Node, Node], correction: StateCorrection) -> None:
+        """Correct the states that recurrences have at the prefix's end."""
+
+        def difference(layer: int, like: Node) -> Node:
+            return self.tensor(f"state_{layer}", correction.differences[layer], like, torch.float32)
+
+        found = late_scans(self.located, self.fill.split).found
+        scans = {layer: copies[scan] for layer, scan in found.items()}
+        tail, valid = self.fill.tail, valid_rows(self.emit)
+        correct_states(self.emit, scans, correction.strength, tail, difference, self.selected, valid)
 
     def _keep_selected(self, predicted: Node, value: Node, index: Node) -> Node:
         """The prediction with the true input on selected rows."""

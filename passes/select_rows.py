@@ -61,7 +61,7 @@ def select_rows(
         found += [_Parts(swept, located, layer) for layer in range(split, len(located.layers))]
     layers = [parts for parts in found if parts.is_known]
     ids = _token_ids(located, copies)
-    valid = _valid_rows(emit, located)
+    valid = valid_rows(emit)
     operands = _Operands()
     places = [{name: operands.add(node) for name, node in parts.nodes.items()} for parts in layers]
     known = {name: operands.add(node) for name, node in (("state", state), ("ids", ids), ("valid", valid)) if node}
@@ -208,7 +208,7 @@ def _token_ids(located: Located, copies: Mapping[Node, Node]) -> Node | None:
     return copies[ids] if isinstance(ids, Node) and same(shape(ids)[-1], located.rows) else None
 
 
-def _valid_rows(emit: Emitter, located: Located) -> Node | None:
+def valid_rows(emit: Emitter) -> Node | None:
     """The padding mask [batch, keys] that the model was called with, if it was."""
     for node in inputs_of(emit.graph):
         value = node.meta.get("val")

@@ -37,6 +37,8 @@ class Recurrence:
             ones, and as many outputs come out.
         outputs: name of the argument that says how many last rows to put out (-1: all), where there is no query side.
         multiply_adds: multiply-adds of a call (of a node with fake values), with or without outputs of all rows.
+        log_decay: name of the logarithms of the decay [batch, rows, heads, ..], where the state is a matrix a head,
+            [batch, heads, key, value], operands with rows have them in dimension 1, and `query` is the query side.
     """
 
     op: OpOverload
@@ -44,6 +46,7 @@ class Recurrence:
     query_side: tuple[str, ...]
     outputs: str | None
     multiply_adds: Callable[[Node], sympy.Expr]
+    log_decay: str | None = None
 
 
 def _sizes(operand: Node | Tensor) -> list[sympy.Expr]:
@@ -104,8 +107,8 @@ _ops = torch.ops.ridgefill
 RECURRENCES: dict[OpOverload, Recurrence] = {
     recurrence.op: recurrence
     for recurrence in [
-        Recurrence(_ops.gated_delta_rule.default, 1, ("query",), None, _gated_delta_rule),
-        Recurrence(_ops.linear_attention.default, 1, ("query",), None, _linear_attention),
+        Recurrence(_ops.gated_delta_rule.default, 1, ("query",), None, _gated_delta_rule, "g"),
+        Recurrence(_ops.linear_attention.default, 1, ("query",), None, _linear_attention, "g"),
         Recurrence(_ops.linear_recurrence.default, 1, (), "outputs", _linear_recurrence),
         Recurrence(_ops.selective_scan.default, 2, ("C",), None, _selective_scan),
         Recurrence(_ops.wkv.default, 1, (), "outputs", _wkv),

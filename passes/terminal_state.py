@@ -1,0 +1,239 @@
+"""The state that a filled prefix leaves a recurrence, corrected once, before the tail goes on from it.
+
+A filled row adds to a late recurrence's state what its predicted input says, and the tail reads the sum of all these
+errors. Their mean is measured beforehand: dM, the exact state minus the filled one, as a mean over prompts. Per
+sequence and head (and channel of the key, where each has a decay of its own):
+
+    M += s rho dM                           M [B, H, K, V], dM [H, K, V], s: the option `state_correction`
+
+rho is the share of the state's weight that filled rows hold. With g_t the logarithm of row t's decay:
+
+    D <- e^(g_t) D + 1        F <- e^(g_t) F + [row t is filled]        rho = F / D
+
+Rows selected to stay exact are not filled. Rows of padding write nothing and count in neither sum, so a padded prompt
+is corrected as it is alone. The weights of former turns' rows are not known: the state they left counts as one row's,
+which is not filled.
+
+The scan becomes two, of N rows with a tail of T, at the last multiple P of its tile that is no row of the tail:
+
+    y_1, M = scan of rows 0..P-1, from the initial state        P = (N - T) // TILE * TILE
+    y_2, M' = scan of rows P..N-1, from M + s rho dM            y = cat([y_1, y_2])
+
+So both scans have the tiles that the one had, and nothing is computed twice, or exactly that was not. Fewer than a tile
+of filled rows, those between P and N - T, are scanned after the correction: rho does not count them, and their own
+errors stay. (To make them exact instead would give a longer tail than asked for, and one of no fixed length.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ridgefill_compile.passes.calls import arguments
+from ridgefill_compile.passes.correct import layer_lines
+from ridgefill_compile.passes.emit import Emitter
+from ridgefill_compile.passes.inline import inline
+from ridgefill_compile.passes.locate import Located
+from ridgefill_compile.recurrences.table import RECURRENCES
+from ridgefill_compile.recurrences.tiles import TILE
+
+
+@dataclass(frozen=True)
+class StateCorrection:
+    """What is added to late states: late layer -> dM [H, K, V], and how much of it."""
+
+    strength: float
+    differences: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class LateScans:
+    """Of every layer behind the split: its recurrence, and why others are left alone, by layer."""
+
+    found: dict[int, Node]
+    left_alone: dict[int, str]
+
+    def told(self) -> tuple[list[str], list[str]]:
+        """Which layers are corrected, and which are left alone and why."""
+        left: dict[str, list[int]] = {}
+        for layer, reason in self.left_alone.items():
+            left.setdefault(reason, []).append(layer)
+        return layer_lines({"states at the prefix's end": self.found}), layer_lines(left)
+
+    def shape(self, layer: int) -> tuple[int, ...]:
+        """[H, K, V] of a layer's state."""
+        return tuple(int(size) for size in self.found[layer].meta["val"][1].shape[1:])
+
+
+def late_scans(located: Located, split: int) -> LateScans:
+    """Recurrences of the layers behind the split: those whose input a route predicts.
+
+    Args:
+        located: anatomy of the captured graph.
+        split: first late layer.
+    """
+    mine: dict[int, list[Node]] = {}
+    for node in located.tokens.graph.nodes:
+        if node.op == "call_function" and node.target in RECURRENCES:
+            above = [layer.index for layer in located.layers if layer.input < node]
+            if above and above[-1] > split:
+                mine.setdefault(above[-1], []).append(node)
+    found, left_alone = {}, {}
+    for layer, scans in mine.items():
+        unfit = [scan.target for scan in scans if RECURRENCES[scan.target].log_decay is None]  # type: ignore[index]
+        if unfit:
+            name = unfit[0].name().replace("::", ".")  # type: ignore[union-attr]
+            left_alone[layer] = f"the state of {name} is no matrix with logarithms of its decay"
+        elif len(scans) > 1:
+            left_alone[layer] = "several recurrences in one layer"
+        else:
+            found[layer] = scans[0]
+    return LateScans(found, left_alone)
+
+
+def correct_states(
+    emit: Emitter,
+    scans: Mapping[int, Node],
+    strength: float,
+    tail: int,
+    difference: Callable[[int, Node], Node],
+    selected: Node | None = None,
+    valid: Node | None = None,
+) -> None:
+    """Correct the state of late recurrences.
+
+    Args:
+        emit: writes the routed graph.
+        scans: late layer -> its recurrence in that graph, which is replaced.
+        strength: s.
+        tail: T, last prompt rows.
+        difference: adds dM [H, K, V] of a layer, on the device of a node, at the insert point.
+        selected: positions of the prefix rows that are exact, int64 [count] or [B, count].
+        valid: the padding mask, [B, keys].
+    """
+    for layer, scan in scans.items():
+        given = arguments(scan)
+        extra = {"selected": selected, "valid": valid}
+        with emit.graph.inserting_before(scan):
+            extra["difference"] = difference(layer, given["key"])
+            outputs, state = inline(emit, *_scan_in_two(scan, given, extra, strength, tail))
+        for reader in list(scan.users):
+            reader.replace_all_uses_with(outputs if reader.args[1] == 0 else state)
+            emit.graph.erase_node(reader)
+        emit.graph.erase_node(scan)
+
+
+def _scan_in_two(
+    scan: Node, given: Mapping[str, Any], extra: Mapping[str, Node | None], strength: float, tail: int
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Node]]:
+    """What to write in a scan's place, as a function of tensors, and its operands."""
+    nodes = {name: value for name, value in {**given, **extra}.items() if isinstance(value, Node)}
+    settings = {name: value for name, value in given.items() if name not in nodes}
+    known = RECURRENCES[scan.target]  # type: ignore[index]
+    assert known.log_decay is not None
+    decay = known.log_decay
+
+    def run(*values: Tensor) -> tuple[Tensor, Tensor]:
+        named = dict(zip(nodes, values, strict=True))
+        more = {name: named.pop(name, None) for name in extra}
+        difference = more.pop("difference")
+        assert difference is not None
+        call = {name: {**settings, **named}[name] for name in given}
+        return corrected_scan(known.op, call, decay, strength, difference, tail, **more)
+
+    return run, list(nodes.values())
+
+
+def corrected_scan(
+    op: Callable[..., tuple[Tensor, Tensor]],
+    call: Mapping[str, Any],
+    decay: str,
+    strength: float,
+    difference: Tensor,
+    tail: int,
+    selected: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and final state of a scan whose state is corrected before its tail.
+
+    Args:
+        op: the recurrence.
+        call: its arguments by name, in order. All tensors but `initial_state` [B, H, K, V] have rows: [B, N, ..].
+        decay: the name of the logarithms of the decay.
+        strength: s.
+        difference: dM, float32 [H, K, V]
+        tail: T
+        selected: see `correct_states`.
+        valid: see `correct_states`.
+    """
+    rows = call["key"].shape[1]
+    rest = tail + (rows - tail) % TILE  # said so, it is known to be no less than the tail for every number of rows
+    boundary = rows - rest
+    apart = {name: value for name, value in call.items() if isinstance(value, Tensor) and name != "initial_state"}
+    first = {**call, **{name: value[:, :boundary] for name, value in apart.items()}}
+    second = {**call, **{name: value[:, boundary:] for name, value in apart.items()}}
+    before, state = op(*first.values())
+    if selected is None:  # nobody reads these outputs; the state alone is had without
+        _, state = op(*{**first, "query": first["key"][:, :0]}.values())
+    filled, present = (each[:, :boundary] for each in rows_that_count(call["key"], selected, valid))
+    share = filled_share(first[decay], filled, present, call["initial_state"] is not None)
+    while share.dim() < state.dim():
+        share = share.unsqueeze(-1)
+    outputs, final = op(*{**second, "initial_state": state + strength * share * difference}.values())
+    return torch.cat([before, outputs], 1), final
+
+
+def rows_that_count(like: Tensor, selected: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """1 for each row that is filled (were it in the prefix), and for each row of the prompt; 0 for others.
+
+    Args:
+        like: [B, N, ..]
+        selected: positions of exact rows, int64 [count] or [B, count].
+        valid: the padding mask [B, keys], of which the last N are this prompt's.
+
+    Returns:
+        Two of float32 [B, N].
+    """
+    batch, rows = like.shape[:2]
+    if valid is None:
+        present = like.new_ones(batch, rows, dtype=torch.float32)
+    else:
+        present = (_on(valid, like)[:, -rows:] != 0).to(torch.float32)
+    if selected is None:
+        return present, present
+    return present.scatter(1, _on(selected, like).expand(batch, -1), 0.0), present
+
+
+def _on(value: Tensor, like: Tensor) -> Tensor:
+    """A value where a late layer lives: a model may be spread over devices."""
+    return value if value.device == like.device else value.to(like.device)
+
+
+def filled_share(g: Tensor, filled: Tensor, present: Tensor, former: bool) -> Tensor:
+    """Share of a state's weight that filled rows hold, between 0 and 1.
+
+    Args:
+        g: logarithm of the decay, at most 0: [B, P, H], or [B, P, H, K].
+        filled: 1 for filled rows, 0 for others, [B, P].
+        present: 1 for rows that have a weight, 0 for padding, [B, P].
+        former: whether there was a state before: it counts as one row that is not filled.
+
+    Returns:
+        float32 [B, H] or [B, H, K]; 0 where no row has a weight.
+    """
+    decays = g.to(torch.float32)
+    # What decays a row are those after it. To take its own off their sum would cost digits, and be NaN at a decay to 0.
+    following = torch.cat([decays[:, 1:], torch.zeros_like(decays[:, :1])], 1)
+    weights = following.flip(1).cumsum(1).flip(1).exp()
+    while filled.dim() < weights.dim():
+        filled, present = filled.unsqueeze(-1), present.unsqueeze(-1)
+    total = (weights * present).sum(1)
+    if former:
+        total = total + decays.sum(1).exp()
+    share: Tensor = (weights * filled).sum(1) / total.clamp_min(torch.finfo(torch.float32).tiny)
+    return share.clamp(0.0, 1.0)
