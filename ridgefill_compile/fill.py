@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ridgefill_compile.capture import ARGUMENT, capture
 from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_sizes
-from ridgefill_compile.errors import CannotFill, describe_node
+from ridgefill_compile.errors import CannotFill, MapsError, describe_node
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.attention_states import attention_states
@@ -27,6 +27,7 @@ from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
+from ridgefill_compile.passes.terminal_state import StateCorrection, late_scans
 from ridgefill_compile.pieces import WHOLE
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
@@ -62,6 +63,8 @@ def fill_graph(
     graph_report.layers = len(located.layers)
     correction = Correction(options.value_rescale, options.key_rescale, options.splice)
     fill = replace(choose_fill(located, options, example_inputs), correction=correction)
+    if options.state_correction:
+        fill = replace(fill, state_correction=state_correction(options, located, fill.split))
     if chunk is not None:
         fill = of_chunk(fill, chunk)
         graph_report.tail = fill.tail
@@ -70,6 +73,10 @@ def fill_graph(
     if correction:
         told = correction.told(attention_states(captured.graph, located, fill.split))
         graph_report.corrected, graph_report.uncorrected = told
+    if fill.state_correction is not None:
+        done, left = late_scans(located, fill.split).told()
+        graph_report.corrected += done
+        graph_report.uncorrected += left
     routed = run("route", lambda: route(captured, located, fill), before=captured)
     result = routed
     if options.eliminate:
@@ -92,10 +99,11 @@ def of_chunk(fill: Fill, chunk: str) -> Fill:
     Raises:
         CannotFill: an option that needs the whole prompt.
     """
-    if fill.selectors or fill.correction:
+    if fill.selectors or fill.correction or fill.state_correction is not None:
         raise CannotFill(
-            "a prompt in pieces cannot have rows selected or rescaled: its last rows are not there yet",
-            hint="run the prompt at once, or without the options 'rows', 'value_rescale', 'key_rescale' and 'splice'",
+            "a prompt in pieces cannot have rows selected or states corrected: its last rows are not there yet",
+            hint="run the prompt at once, or without the options 'rows', 'value_rescale', 'key_rescale', "
+            "'state_correction' and 'splice'",
         )
     return replace(fill, tail=0) if chunk == WHOLE else replace(fill, tail=1, given=True)
 
@@ -186,6 +194,34 @@ def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: 
 
 def _told(widths: tuple[int, ...]) -> str:
     return f", for projections of widths {', '.join(map(str, widths))}" if len(widths) > 1 else ""
+
+
+def state_correction(options: Options, located: Located, split: int) -> StateCorrection:
+    """What the maps say of the states that late recurrences end the prefix with.
+
+    Raises:
+        CannotFill: a state has another shape.
+        MapsError: the maps do not say it of every such layer.
+    """
+    maps = load_maps(options.maps).at(split)
+    scans = late_scans(located, split)
+    differences = {}
+    for layer in scans.found:
+        difference = maps.state_difference(layer)
+        if difference is None:
+            raise MapsError(
+                f"option 'state_correction' needs the mean difference of layer {layer}'s state, and the maps of split "
+                f"{split} hold none: run ridgefill_compile.calibrate_states(model, maps, texts) and save what it gives"
+            )
+        if tuple(difference.shape) != scans.shape(layer):
+            raise CannotFill(
+                f"the state difference of layer {layer} is {list(difference.shape)}, and the model's state "
+                f"{list(scans.shape(layer))}",
+                scans.found[layer],
+                "calibrate the states of this model",
+            )
+        differences[layer] = difference
+    return StateCorrection(float(options.state_correction), differences)
 
 
 def other_weights(options: Options, maps: RidgeMaps | None, parameters: list[torch.Tensor]) -> CannotFill | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ from typing import Any
 from ridgefill_compile.errors import OptionError
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.passes.splice import SPLICES
+from ridgefill_compile.recurrences.tiles import TILE
 from ridgefill_compile.selectors import count_of, parse_rows
 
 ROUTES = ("exact", "lossless", "none", "identity", "ridge", "oracle")
@@ -33,6 +35,8 @@ class Options:
         rows: what selects prefix rows to run every layer exactly, too: "pooled:0.1", or selectors (`selectors.py`).
         value_rescale: tail rows on which filled values are brought to the length of exact ones, per head; 0: none.
         key_rescale: the same for keys.
+        state_correction: how much of the mean difference between exact and filled states of late recurrences is added
+            to theirs where the prefix ends; 0: none.
         splice: for measuring alone, since it runs the whole model beside the fill: filled "keys", "values" or "both"
             are the exact model's, or filled keys have the exact ones' norms ("key_norms").
         min_fill: fewest prefix rows worth filling; shorter prompts run the stock graph.
@@ -52,6 +56,7 @@ class Options:
     rows: Any = None
     value_rescale: int = 0
     key_rescale: int = 0
+    state_correction: float = 0.0
     splice: str | None = None
     min_fill: int = 256
     strict: bool = False
@@ -106,6 +111,7 @@ class Options:
             raise OptionError("option 'maps' is empty: pass a directory or RidgeMaps")
         self._check_rows()
         self._check_correction()
+        self._check_state_correction()
         if self.mode is not None:
             _one_of("mode", self.mode, _modes())
         if self.mode is not None and self.inner != "inductor":
@@ -136,6 +142,24 @@ class Options:
         for name in ("value_rescale", "key_rescale", "splice"):
             if getattr(self, name) and self.route in ("exact", "lossless", "none"):
                 raise OptionError(f"option {name!r} corrects filled states, and route {self.route!r} has none")
+
+    def _check_state_correction(self) -> None:
+        given: Any = self.state_correction
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < math.inf:
+            raise OptionError(f"option 'state_correction' must be a finite number of at least 0, not {given!r}")
+        if given == 0:
+            return
+        if self.route not in ("ridge", "oracle"):
+            raise OptionError(
+                f"option 'state_correction' corrects what maps predict, and route {self.route!r} reads none of them"
+            )
+        if self.maps is None:
+            raise OptionError("option 'state_correction' needs maps that ridgefill_compile.calibrate_states(...) gave")
+        if self.min_fill < TILE:
+            raise OptionError(
+                f"option 'state_correction' corrects a state behind whole tiles of {TILE} filled rows: 'min_fill' must "
+                f"be at least {TILE}, not {self.min_fill}"
+            )
 
 
 def _modes() -> tuple[str, ...]:
