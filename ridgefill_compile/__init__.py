@@ -10,6 +10,7 @@ The backend is found by its name without importing this package.
 """
 
 from ridgefill_compile.calibrate import calibrate
+from ridgefill_compile.calibrate_states import calibrate_states
 from ridgefill_compile.errors import (
     CalibrationError,
     CannotFill,
@@ -31,6 +32,7 @@ __all__ = [
     "RidgefillError",
     "RidgefillWarning",
     "calibrate",
+    "calibrate_states",
     "prompt_length",
     "report",
 ]
