@@ -20,7 +20,7 @@ from ridgefill_compile.errors import CannotFill, MapsError, OptionError, Ridgefi
 from ridgefill_compile.fill import fill_graph, load_maps, other_weights, stamp_of
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.emit import inputs_of
-from ridgefill_compile.pieces import WHOLE, InPieces, Sizes
+from ridgefill_compile.pieces import WHOLE, InPieces, Sizes, in_pieces
 from ridgefill_compile.plan import plan, prompt_rows
 from ridgefill_compile.recurrences.substitute import known_substitutions, substitute_recurrences
 from ridgefill_compile.report import GraphReport, remember
@@ -96,15 +96,42 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
         raise
     except Exception as error:  # whatever goes wrong in a pass, the model can still answer exactly
         refuse(error, options, graph_report)
-    started = time.perf_counter()
-    compiled = inner_compiler(options)(lowered, example_inputs)
-    graph_report.inner_seconds = time.perf_counter() - started
-    if graph_report.filled:
-        compiled = for_each_model(compiled, module, example_inputs, options, graph_report)
+    def lower(values: Sequence[Any], inputs: Sequence[Any]) -> Compiled:
+        return _lower(lowered, values, module, inputs, options, graph_report)
+
     one_row = graph_report.rows == 1 and not graph_report.dynamic
     if graph_report.rows is None or one_row or options.route in ("exact", "lossless"):
-        return compiled
-    return InPieces(module, compiled, options.tail, graph_report.filled, partial(compile_chunk, module, options))
+        return lower(example_inputs, example_inputs)
+    # Of a prompt in pieces this graph may not be wanted, but those of its chunks.
+    ready = None if in_pieces() else lower(example_inputs, example_inputs)
+    return InPieces(
+        module,
+        ready,
+        lambda inputs: lower(fake_values(lowered), inputs),
+        options.tail,
+        graph_report.filled,
+        partial(compile_chunk, module, options),
+    )
+
+
+def fake_values(module: GraphModule) -> list[Any]:
+    """What a graph's inputs were when it was traced."""
+    return [node.meta.get("example_value", node.meta.get("val")) for node in inputs_of(module.graph)]
+
+
+def _lower(
+    lowered: GraphModule,
+    values: Sequence[Any],
+    module: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    graph_report: GraphReport,
+) -> Compiled:
+    """A graph through the inner compiler; `values` are what it is compiled for, `inputs` hold the parameters."""
+    started = time.perf_counter()
+    compiled = inner_compiler(options)(lowered, values)
+    graph_report.inner_seconds = time.perf_counter() - started
+    return for_each_model(compiled, module, inputs, options, graph_report) if graph_report.filled else compiled
 
 
 def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inputs: Sequence[Any]) -> Compiled:
@@ -132,13 +159,9 @@ def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inpu
         raise
     except Exception as error:
         refuse(error, options, graph_report)
-    values = [node.meta.get("example_value", node.meta.get("val")) for node in inputs_of(lowered.graph)]
-    started = time.perf_counter()
-    compiled = inner_compiler(options)(lowered, values)
-    graph_report.inner_seconds = time.perf_counter() - started
-    if not graph_report.filled:
-        return lambda *given: compiled(*given[: len(values)])
-    return for_each_model(compiled, module, inputs, options, graph_report)
+    values = fake_values(lowered)
+    compiled = _lower(lowered, values, module, inputs, options, graph_report)
+    return compiled if graph_report.filled else lambda *given: compiled(*given[: len(values)])
 
 
 def refuse(error: Exception, options: Options, graph_report: GraphReport) -> None:

@@ -30,8 +30,8 @@ from ridgefill_compile.plan import prompt_rows
 
 Compiled = Callable[..., Any]
 
-WHOLE, BEGINNING = "whole", "beginning"
-"""What is filled of a chunk: all of it, or the rows before the tail."""
+PROMPT, WHOLE, BEGINNING = "prompt", "whole", "beginning"
+"""A whole prompt; and what is filled of a chunk: all of it, or the rows before the tail (None: nothing)."""
 
 
 @dataclass
@@ -77,55 +77,64 @@ def prompt_length(rows: Any) -> Iterator[None]:
         )
 
 
+def in_pieces() -> bool:
+    """Whether a prompt is under way in pieces."""
+    return _current.get() is not None
+
+
 class InPieces:
     """A compiled prompt graph that knows what to do with a chunk; without `prompt_length` it is the graph as compiled.
 
     Args:
         module: Dynamo's graph.
-        ordinary: it, compiled for a whole prompt: filled, or exact.
+        ready: it, compiled for a whole prompt: filled, or exact. None: not yet.
+        compile_prompt: compiles it so, given a prompt's inputs.
         tail: exact rows at the prompt's end.
-        filled: whether `ordinary` is filled, and so runs just its last `tail` rows exactly.
+        filled: whether a whole prompt is filled, and so runs just its last `tail` rows exactly.
         compile_chunk: what is filled of a chunk (None: nothing), and the chunk's inputs -> the graph compiled so.
     """
 
     def __init__(
         self,
         module: GraphModule,
-        ordinary: Compiled,
+        ready: Compiled | None,
+        compile_prompt: Callable[[Sequence[Any]], Compiled],
         tail: int,
         filled: bool,
         compile_chunk: Callable[[str | None, Sequence[Any]], Compiled],
     ) -> None:
-        self.ordinary, self.tail, self.filled = ordinary, tail, filled
-        self.compile_chunk = compile_chunk
+        self.tail, self.filled = tail, filled
+        self.compile_prompt, self.compile_chunk = compile_prompt, compile_chunk
         self.sizes = Sizes(module)
         self.rows: IntLike = next(prompt_rows(module))
-        self.chunks: dict[str | None, tuple[Compiled, list[Any]]] = {}
+        self.graphs: dict[str | None, tuple[Compiled, list[Any]]] = {}
+        if ready is not None:
+            self.graphs[PROMPT] = ready, []  # the sizes it relies on are guarded by Dynamo
 
     def __call__(self, *inputs: Any) -> Any:
         """Run a prompt, or the next chunk of one."""
         prompt = _current.get()
         if prompt is None:
-            return self.ordinary(*inputs)
+            return self.run(PROMPT, inputs)
         rows = self.sizes.value(self.rows, inputs)
         filled = prompt.filled_rows(rows, self.tail)
         if filled == (rows - self.tail if self.filled else 0):
-            return self.ordinary(*inputs)
+            return self.run(PROMPT, inputs)
         if filled in (0, rows):
             return self.run(WHOLE if filled else None, inputs)
         device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
         return self.run(BEGINNING, (*inputs, torch.arange(filled, rows - 1, device=device)))
 
-    def run(self, filled: str | None, inputs: Sequence[Any]) -> Any:
-        """A chunk on the graph for its kind, which is compiled when the first one comes by.
+    def run(self, kind: str | None, inputs: Sequence[Any]) -> Any:
+        """A prompt, or a chunk, on the graph for its kind, which is compiled when the first one comes by.
 
         Dynamo's guards were made before that. So sizes that this compilation relied on are looked at here.
         """
-        if filled not in self.chunks:
+        if kind not in self.graphs:
             before = len(self.sizes.guards())
-            compiled = self.compile_chunk(filled, inputs)
-            self.chunks[filled] = compiled, self.sizes.guards()[before:]
-        compiled, guards = self.chunks[filled]
+            compiled = self.compile_prompt(inputs) if kind == PROMPT else self.compile_chunk(kind, inputs)
+            self.graphs[kind] = compiled, self.sizes.guards()[before:]
+        compiled, guards = self.graphs[kind]
         if not all(self.sizes.holds(guard.expr, inputs) for guard in guards):
             raise CannotFill(
                 f"a chunk of another kind of length than the ones before: {guards[0].expr} no longer holds",
