@@ -18,6 +18,7 @@ from ridgefill_compile.errors import CannotFill, MapsError, describe_node
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.attention_states import attention_states
+from ridgefill_compile.passes.calls import arguments, aten
 from ridgefill_compile.passes.correct import Correction
 from ridgefill_compile.passes.cuts import cuts_of, widths_of
 from ridgefill_compile.passes.demand import Demands, analyse
@@ -31,7 +32,7 @@ from ridgefill_compile.passes.terminal_state import StateCorrection, late_scans
 from ridgefill_compile.pieces import WHOLE
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
-from ridgefill_compile.selectors import parse_rows
+from ridgefill_compile.selectors import Selector, count_of, parse_rows
 from ridgefill_compile.splitmaps import INPUT
 
 LEAST_GAIN = 1.02  # a fill that saves less than this share of multiply-adds is not worth its approximation
@@ -69,6 +70,7 @@ def fill_graph(
         fill = of_chunk(fill, chunk)
         graph_report.tail = fill.tail
     graph_report.split = fill.split
+    graph_report.continues = continues(located)
     run("check", lambda: _check(captured, located, fill))
     if correction:
         told = correction.told(attention_states(captured.graph, located, fill.split))
@@ -84,13 +86,24 @@ def fill_graph(
         result = run("eliminate", lambda: eliminate(routed, demands), before=routed)
         blocked = blocked_nodes(routed, demands, located)
         graph_report.blocked = [describe_node(node) for node in blocked]
-    run("cost", lambda: _count(graph_report, captured, result))
+    run("cost", lambda: _count(graph_report, captured, result, fill.selectors))
     _count_layers(graph_report, located)
     result = expand(result)
     if chunk is None and options.eliminate and options.route != "oracle" and options.splice is None:
         check_gain(graph_report, blocked)
     keep_input_sources(result, module)
     return result
+
+
+def continues(located: Located) -> bool:
+    """Whether states join those of earlier rows, which come in with the cache."""
+    for layer in located.layers:
+        for state in layer.states:
+            for join in (state, *state.users):
+                tensors = arguments(join)["tensors"] if join.target is aten.cat.default else ()
+                if any(tensor.op == "placeholder" for tensor in tensors):
+                    return True
+    return False
 
 
 def of_chunk(fill: Fill, chunk: str) -> Fill:
@@ -298,9 +311,14 @@ def keep_input_sources(result: GraphModule, module: GraphModule) -> None:
     result.meta = dict(module.meta)
 
 
-def _count(graph_report: GraphReport, captured: GraphModule, result: GraphModule) -> None:
-    """Multiply-adds before and after, as formulas and at the traced sizes."""
+def _count(
+    graph_report: GraphReport, captured: GraphModule, result: GraphModule, selectors: Sequence[Selector] = ()
+) -> None:
+    """Selected rows, and multiply-adds before and after, as formulas and at the traced sizes."""
     exact, filled = multiply_adds(captured.graph), multiply_adds(result.graph)
+    if graph_report.rows is not None and graph_report.tail is not None:
+        prefix = graph_report.rows - graph_report.tail
+        graph_report.kept = sum(count_of(selector.share, prefix) for selector in selectors)
     sizes = values_of_sizes(result.graph)
     graph_report.formulas, graph_report.sizes = (exact, filled), sizes
     graph_report.multiply_adds_exact = int(exact.subs(sizes))
