@@ -142,8 +142,8 @@ def test_a_wrong_route_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix rows of a late layer shifted by one: the oracle's results are not the model's."""
     right = route._Router.prediction
 
-    def shifted(self: Any, layer: int, value: Any) -> Any:
-        predicted = right(self, layer, value)
+    def shifted(self: Any, cut: Any, value: Any) -> Any:
+        predicted = right(self, cut, value)
         return self.emit(aten.roll.default, predicted, [1], [1], like=value)
 
     monkeypatch.setattr(route._Router, "prediction", shifted)
