@@ -85,6 +85,8 @@ def test_results_are_shown(bench, capsys):
         "machine": "a machine",
         "dtype": "float32",
         "dynamic": False,
+        "select": "pooled:0.1",
+        "maps_dtype": "int8",
         "rows": 4096,
         "tail": 512,
         "split": 15,

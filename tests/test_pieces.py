@@ -54,7 +54,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "qwen3_moe", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", pytest.param("qwen3_moe", marks=pytest.mark.heavy)])
 def test_pieces_fill_what_the_whole_prompt_fills(name: str) -> None:
     """Logits and every state are those of one prefill, to rounding, for every way to cut the prompt."""
     model = {**FILLED, **RECURRENT}[name].build()

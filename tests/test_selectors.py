@@ -233,7 +233,8 @@ def chosen_by_loops(prompt: Prompt, selectors: list[Any]) -> list[list[int]]:
             padded = [False] * prompt.prefix if prompt.valid is None else (~prompt.valid[sequence]).tolist()
             left = [row for row in range(prompt.prefix) if row not in taken]
             worst = [-1e299 if math.isnan(score) or score == -math.inf else score for score in scores]
-            left.sort(key=lambda row, pad=padded, value=worst: (pad[row], -value[row], row))  # type: ignore[misc]
+            rank = [(padded[row], 0.0 if padded[row] else -worst[row]) for row in range(prompt.prefix)]
+            left.sort(key=lambda row, rank=rank: (rank[row], row))  # type: ignore[misc]
             until = sum(each.share for each in selectors[: number + 1])
             taken += left[: math.floor(until * prompt.prefix + 0.5 + 1e-9) - len(taken)]
         found.append(sorted(taken))

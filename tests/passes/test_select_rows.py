@@ -73,7 +73,11 @@ def check(variants: Variants, prompts: int = 1) -> None:
 # ---------------------------------------------------------------- equal to its definition
 
 
-@pytest.mark.parametrize("name", SELECTED)
+QUICK = ("llama", "qwen3_moe", "gemma2_eager", "mamba2")
+QUICK_AND_HEAVY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.heavy) for name in SELECTED]
+
+
+@pytest.mark.parametrize("name", QUICK_AND_HEAVY)
 def test_static_and_dynamic_lengths(name: str) -> None:
     """One graph for one length, one for all others."""
     split = 2 if name == "qwen3_next" else SPLIT
@@ -238,7 +242,7 @@ def test_in_bfloat16() -> None:
 # ---------------------------------------------------------------- what is computed
 
 
-@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize("name", QUICK_AND_HEAVY)
 def test_late_values_are_computed_on_selected_and_last_rows(name: str) -> None:
     """Products and choices of experts of the layers behind the split: but for keys and values, and what the tail alone
     reads.
