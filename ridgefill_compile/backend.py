@@ -96,6 +96,7 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
         raise
     except Exception as error:  # whatever goes wrong in a pass, the model can still answer exactly
         refuse(error, options, graph_report)
+
     def lower(values: Sequence[Any], inputs: Sequence[Any]) -> Compiled:
         return _lower(lowered, values, module, inputs, options, graph_report)
 

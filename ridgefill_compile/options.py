@@ -124,7 +124,6 @@ class Options:
         if self.route in ("none", "identity", "oracle") and self.split is None and self.maps is None:
             raise OptionError(f"route {self.route!r} needs a split: pass options={{'split': first_late_layer}}")
 
-
     def _check_rows(self) -> None:
         for selector in parse_rows(self.rows):
             if count_of(selector.share, self.min_fill) < 1:
