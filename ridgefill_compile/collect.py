@@ -6,7 +6,7 @@ Where maps predict projections, these take the place of late layers' inputs in t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -105,16 +105,7 @@ class StateCollector:
 
     def _run(self, input_ids: Tensor, rows: bool) -> list[tuple[Extra, Tensor]]:
         self._values = []
-        try:
-            with torch.no_grad():
-                self._compiled[rows](input_ids, **self._arguments)
-        except IndexError as error:
-            span = f"{int(input_ids.min())}..{int(input_ids.max())}"
-            raise CalibrationError(f"the model takes no token ids of {span}: {error}") from error
-        if not self._values:
-            raise CalibrationError(
-                "the compiled model did not run: torch.compile is switched off, or gave up recompiling"
-            )
+        call_compiled(self._compiled[rows], input_ids, self._arguments, lambda: bool(self._values))
         return list(zip(self._kinds(rows), self._values, strict=True))
 
     def _kinds(self, rows: bool) -> list[Extra]:
@@ -153,6 +144,24 @@ def call_arguments(model: nn.Module) -> dict[str, Any]:
     everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     wanted = {"use_cache": True, "logits_to_keep": 1}
     return {name: value for name, value in wanted.items() if everything or name in accepted}
+
+
+def call_compiled(
+    compiled: Callable[..., Any], input_ids: Tensor, arguments: Mapping[str, Any], has_run: Callable[[], bool]
+) -> None:
+    """Run a compiled model on ids [batch, rows] for what its graph leaves behind; `has_run`: whether it did.
+
+    Raises:
+        CalibrationError: ids outside the vocabulary, or the model ran uncompiled.
+    """
+    try:
+        with torch.no_grad():
+            compiled(input_ids, **arguments)
+    except IndexError as error:
+        span = f"{int(input_ids.min())}..{int(input_ids.max())}"
+        raise CalibrationError(f"the model takes no token ids of {span}: {error}") from error
+    if not has_run():
+        raise CalibrationError("the compiled model did not run: torch.compile is switched off, or gave up recompiling")
 
 
 def raising_when_called(

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from ridgefill_compile.apart import compile_apart
 from ridgefill_compile.backend import inner_compiler
 from ridgefill_compile.capture import capture
-from ridgefill_compile.collect import call_arguments, raising_when_called
-from ridgefill_compile.errors import CalibrationError, CannotFill
+from ridgefill_compile.collect import call_arguments, call_compiled, raising_when_called
+from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.fill import choose_fill
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
@@ -59,16 +58,7 @@ class TerminalStateCollector:
     def differences(self, input_ids: Tensor) -> Differences:
         """Of the states behind input_ids [batch, rows]."""
         self._found = []
-        try:
-            with torch.no_grad():
-                self._compiled(input_ids, **self._arguments)
-        except IndexError as error:
-            span = f"{int(input_ids.min())}..{int(input_ids.max())}"
-            raise CalibrationError(f"the model takes no token ids of {span}: {error}") from error
-        if not self._found:
-            raise CalibrationError(
-                "the compiled model did not run: torch.compile is switched off, or gave up recompiling"
-            )
+        call_compiled(self._compiled, input_ids, self._arguments, lambda: bool(self._found))
         return self._found[-1]
 
     def _compile(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
