@@ -160,8 +160,8 @@ class _Parts:
 
     def _is_attention(self, node: Node) -> bool:
         size = shape(node)
-        sinks = plain(size[-1] - self.rows)  # columns behind the keys that take attention and give nothing
-        return len(size) == 4 and same(size[-2], self.rows) and sinks is not None and sinks >= 0
+        # One column more is a sink, behind the keys. Many more are rows of a former turn, before the prompt's.
+        return len(size) == 4 and same(size[-2], self.rows) and plain(size[-1] - self.rows) in (0, 1)
 
     def _take_call(self, call: Node, copies: Mapping[Node, Node]) -> None:
         given = arguments(call)
