@@ -19,25 +19,16 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ridgefill_compile.passes.arithmetic_rules import attention, convolution, einsum, linear, matmul
 from ridgefill_compile.passes.calls import arguments, aten, positive, shape
 from ridgefill_compile.passes.demand import analyse
+from ridgefill_compile.passes.find_attention import ATTENTION, FACTORS, comes_from_softmax, softmax_of
 from ridgefill_compile.passes.functionalize import CASTS
-from ridgefill_compile.passes.layout_rules import embedding, reaches_the_end
+from ridgefill_compile.passes.layout_rules import reaches_the_end
 from ridgefill_compile.passes.locate import Layer, Located
 from ridgefill_compile.passes.rows import IntLike, Rows, at_least, same
-from ridgefill_compile.passes.rules import rule_for
 
 KEY, VALUE = "key", "value"
 BOTH = "keys and values come from one state"
-ATTENTION = aten.scaled_dot_product_attention.default
-SOFTMAX = (aten.softmax.int, aten._softmax.default)
-FACTORS = {
-    aten.matmul.default: ("self", "other"),
-    aten.bmm.default: ("self", "mat2"),
-    aten.baddbmm.default: ("batch1", "batch2"),
-}
-MIXING = (linear, matmul, einsum, attention, convolution, embedding)  # no path of attention weights goes through them
 JOINS = (aten.cat.default, aten.concat.default, aten.concatenate.default)
 COPIES = (*CASTS, aten._to_copy.default, aten.clone.default, aten.contiguous.default)
 
@@ -176,36 +167,10 @@ def _roles(reader: Node, operand: Node) -> Iterator[tuple[str, IntLike]]:
         yield from ((name, shape(operand)[-1]) for name in ("query", KEY, VALUE) if given[name] is operand)
     elif reader.target in FACTORS:
         left, right = (arguments(reader)[name] for name in FACTORS[reader.target])
-        if _comes_from_softmax(right if operand is left else left):
+        if comes_from_softmax(right if operand is left else left):
             yield VALUE, shape(reader)[-1]
-        elif _goes_to_softmax(reader):
+        elif softmax_of(reader) is not None:
             yield KEY, shape(left)[-1]
-
-
-def _mixes(node: Node) -> bool:
-    return rule_for(node) in MIXING
-
-
-def _comes_from_softmax(value: object) -> bool:
-    """Whether a factor holds attention weights: a softmax's result, cast, laid out, scaled, ..."""
-    while isinstance(value, Node) and value.op == "call_function" and not _mixes(value):
-        if value.target in SOFTMAX:
-            return True
-        value = next(iter(value.all_input_nodes), None)
-    return False
-
-
-def _goes_to_softmax(product: Node) -> bool:
-    """Whether a product holds scores: what becomes of it goes into a softmax."""
-    seen, ahead = {product}, [product]
-    while ahead:
-        for reader in ahead.pop().users:
-            if reader.target in SOFTMAX:
-                return True
-            if reader not in seen and not _mixes(reader):
-                seen.add(reader)
-                ahead.append(reader)
-    return False
 
 
 def _makes_another(mine: Iterable[Node], states: set[Node], layer: Layer) -> bool:

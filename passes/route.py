@@ -49,6 +49,7 @@ from ridgefill_compile.passes.cuts import Cut, cuts_of
 from ridgefill_compile.passes.demand import SELECTION, has_effect
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
 from ridgefill_compile.passes.filled_states import FilledStates
+from ridgefill_compile.passes.find_attention import ATTENTION
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
 from ridgefill_compile.passes.select_rows import select_rows, valid_rows
@@ -400,7 +401,7 @@ def hide_prefix(
 def _attention_calls(located: Located, split: int) -> list[Node]:
     found: list[Node] = []
     for layer in located.layers[split:]:
-        mine = [n for state in layer.states for n in _readers(state, _is_attention)]
+        mine = [n for state in layer.states for n in _readers(state, lambda node: node.target is ATTENTION)]
         if not mine:
             raise CannotFill(
                 f"route 'none' needs attention in one call, and layer {layer.index} has none",
@@ -409,10 +410,6 @@ def _attention_calls(located: Located, split: int) -> list[Node]:
             )
         found.extend(call for call in mine if call not in found)
     return found
-
-
-def _is_attention(node: Node) -> bool:
-    return node.target is aten.scaled_dot_product_attention.default
 
 
 def _readers(state: Node, wanted: Callable[[Node], bool]) -> list[Node]:

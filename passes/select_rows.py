@@ -15,15 +15,14 @@ from torch.fx import Node
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.calls import arguments, aten, positive, shape
 from ridgefill_compile.passes.emit import Emitter, inputs_of
+from ridgefill_compile.passes.find_attention import ATTENTION, SpelledOut, spelled_out
 from ridgefill_compile.passes.functionalize import CASTS
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
-from ridgefill_compile.passes.rows import plain, same
+from ridgefill_compile.passes.rows import same
 from ridgefill_compile.selectors import LayerAttention, Prompt, Selector, choose
 from ridgefill_compile.tokens import TokenTable
 
-ATTENTION = aten.scaled_dot_product_attention.default
-SOFTMAX = (aten.softmax.int, aten._softmax.default)
 LAID_OUT = (
     *CASTS, aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.transpose.int, aten.expand.default,
     aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.permute.default, aten.slice.Tensor,
@@ -113,7 +112,7 @@ def _has_sequences(state: Node, located: Located) -> bool:
 
 def former_rows(attention: Sequence[LayerAttention], rows: int) -> int:
     """How many rows of former turns a cache holds, where it joins them before the prompt's."""
-    lengths = [each.key.shape[-2] for each in attention if each.columns == "last" and each.key is not None]
+    lengths = [each.keys for each in attention if each.columns == "last"]
     return lengths[0] - rows if lengths else 0
 
 
@@ -146,48 +145,52 @@ class _Parts:
             within.append(node)
             node = node.next
         calls = [node for node in within if node.target is ATTENTION]
-        softmaxes = [node for node in within if node.target in SOFTMAX and self._is_attention(node)]
         if len(calls) == 1:
             self._take_call(calls[0], copies)
-        elif not calls and len(softmaxes) == 1:
-            self.nodes = {"weights_of": copies[softmaxes[0]]}
-            self.settings = {"causal": False, "scale": None, "columns": "first"}
+        elif not calls and len(found := list(spelled_out(within, self.rows))) == 1:
+            self._take_spelled_out(found[0], copies)
 
     @property
     def is_known(self) -> bool:
         """Whether the layer has attention whose weights can be told."""
         return bool(self.nodes)
 
-    def _is_attention(self, node: Node) -> bool:
-        size = shape(node)
-        # One column more is a sink, behind the keys. Many more are rows of a former turn, before the prompt's.
-        return len(size) == 4 and same(size[-2], self.rows) and plain(size[-1] - self.rows) in (0, 1)
-
     def _take_call(self, call: Node, copies: Mapping[Node, Node]) -> None:
         given = arguments(call)
         query, key, mask = given["query"], given["key"], given.get("attn_mask")
-        columns = self._columns(key)
-        if columns is None or len(shape(query)) != 4:
+        if len(shape(query)) != 4 or not self._take_columns(key, -2, copies):
             return
-        self.settings = {"causal": bool(given.get("is_causal", False)), "scale": given.get("scale")}
-        self.nodes = {"query": copies[query], "key": copies[key]}
+        self.settings |= {"causal": bool(given.get("is_causal", False)), "scale": given.get("scale")}
+        self.nodes |= {"query": copies[query], "key": copies[key]}
         if mask is not None:
             self.nodes["mask"] = copies[mask]
+
+    def _take_spelled_out(self, found: SpelledOut, copies: Mapping[Node, Node]) -> None:
+        if self._take_columns(found.keys, -1, copies):
+            self.settings |= {"causal": False, "scale": None, "sinks": found.sinks}
+            self.nodes["weights_of"] = copies[found.weights]
+
+    def _take_columns(self, key: Node, dim: int, copies: Mapping[Node, Node]) -> bool:
+        """Whether it is known where the prompt's own rows are among the keys."""
+        columns = self._columns(key, dim)
         if isinstance(columns, Node):
             self.nodes["columns"] = copies[columns]
-        else:
+        elif columns is not None:
             self.settings["columns"] = columns
+        return columns is not None
 
-    def _columns(self, key: Node) -> str | Node | None:
-        """Where the prompt's own rows are among the keys."""
-        if same(shape(key)[-2], self.rows):
+    def _columns(self, key: Node, dim: int) -> str | Node | None:
+        """Where the prompt's own rows are among the keys, which `dim` counts."""
+        keys = shape(key)[dim]
+        if same(keys, self.rows):
             return "first"
         while key.target in LAID_OUT:
             assert isinstance(key.args[0], Node)
             key = key.args[0]
         if key.target is aten.cat.default:
-            tensors, dim = arguments(key)["tensors"], positive(arguments(key)["dim"], len(shape(key)))
-            return "last" if same(shape(tensors[-1])[dim], self.rows) else None
+            tensors, joined = arguments(key)["tensors"], positive(arguments(key)["dim"], len(shape(key)))
+            joins_keys = same(shape(key)[joined], keys) and same(shape(tensors[-1])[joined], self.rows)
+            return "last" if joins_keys else None
         if key.target is aten.index_copy.default and same(shape(arguments(key)["index"])[0], self.rows):
             position = arguments(key)["index"]
             assert isinstance(position, Node)

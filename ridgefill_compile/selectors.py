@@ -50,7 +50,8 @@ class LayerAttention:
         causal: row i sees keys 0..i.
         scale: of the products; None: 1 / sqrt(head size).
         columns: where the prompt's own rows are among the keys: "first", "last", or their positions, int64 [rows].
-        weights_of: where a model computes them itself: [batch, heads, rows, keys], after the softmax.
+        weights_of: where a model computes them itself: [batch, heads, rows, keys and sinks], after the softmax.
+        sinks: columns behind the keys that take attention and give nothing.
     """
 
     layer: int
@@ -61,11 +62,20 @@ class LayerAttention:
     scale: float | None
     columns: Any = "first"
     weights_of: Tensor | None = None
+    sinks: int = 0
+
+    @property
+    def keys(self) -> int:
+        """How many keys there are, rows of former turns among them."""
+        if self.weights_of is not None:
+            return self.weights_of.shape[-1] - self.sinks
+        assert self.key is not None
+        return self.key.shape[-2]
 
     def weights(self, start: int, end: int | None) -> Tensor:
         """Attention weights of prompt rows `start:end`, float32 [batch, heads, end - start, keys]."""
         if self.weights_of is not None:
-            return self.weights_of[..., start:end, :].float()
+            return self.weights_of[..., start:end, : self.keys].float()
         assert self.query is not None and self.key is not None
         key, rows = self.key, self.query.shape[-2]
         groups = self.query.shape[1] // key.shape[1]

@@ -14,7 +14,7 @@ from ridgefill_compile.passes.calls import aten, shape
 from ridgefill_compile.passes.rows import plain
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
 from ridgefill_compile.report import report
-from ridgefill_compile.selectors import Attention, Prompt, Random, choose, count_of, parse_rows
+from ridgefill_compile.selectors import Attention, LayerAttention, Prompt, Random, choose, count_of, parse_rows
 from ridgefill_compile.testing.difference import values_of
 from ridgefill_compile.testing.variants import Variants
 from ridgefill_compile.zoo.calling import worst
@@ -225,6 +225,21 @@ def test_random_rows_of_a_second_turn_are_those_of_their_positions() -> None:
     variants.run(model, call_of(token_ids(40), past_key_values=cache))
     given = Prompt(1, 40, 32, torch.device("cpu"), first=old)
     assert index_of(variants).tolist() == choose(given, [Random(0.25)])[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2_eager"])
+def test_attention_of_a_second_turn_is_that_to_the_prompt(name: str) -> None:
+    """Not to the rows before it, nor to sinks: told by the weights that the model itself returns."""
+    model, old, rows = built(name), 11, 40
+    with torch.no_grad():
+        caches = [cache_of(model(token_ids(old, seed=5), use_cache=True)) for _ in range(2)]
+        said = model(token_ids(rows), past_key_values=caches[0], output_attentions=True)
+    variants = variants_of("attention:0.2", ways={"eliminated": ("identity", True)})
+    variants.run(model, call_of(token_ids(rows), past_key_values=caches[1]))
+    weights = said.attentions[0][..., :rows, -rows:]
+    attention = LayerAttention(0, None, None, None, False, None, weights_of=weights)
+    given = Prompt(1, rows, rows - TAIL, torch.device("cpu"), attention=(attention,))
+    assert index_of(variants).tolist() == choose(given, parse_rows("attention:0.2"))[0].tolist()
 
 
 def test_in_bfloat16() -> None:
