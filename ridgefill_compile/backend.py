@@ -22,7 +22,7 @@ from ridgefill_compile.options import Options
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.pieces import WHOLE, InPieces, Sizes, in_pieces
 from ridgefill_compile.plan import plan, prompt_rows
-from ridgefill_compile.recurrences.substitute import known_substitutions, substitute_recurrences
+from ridgefill_compile.recurrences.retrace import retrace_with_operators
 from ridgefill_compile.report import GraphReport, remember
 from ridgefill_compile.selectors import count_of, parse_rows
 
@@ -48,7 +48,9 @@ def ridgefill(
         OptionError: an option is unknown or its value cannot be used.
         MapsError: the maps cannot be read.
         CannotFill: under `strict=True`, when a prompt worth filling cannot be filled.
+        Retrace: to Dynamo alone, which then traces the model again.
     """
+    retrace_with_operators(module)
     try:
         return compile_graph(module, example_inputs, Options.parse(options, mode))
     except RidgefillError as error:
@@ -82,7 +84,6 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
         decided = plan(module, options)
         graph_report.rows, graph_report.dynamic = decided.rows, decided.dynamic
         if decided.fill:
-            graph_report.hint = unrolled_recurrences(module)
             lowered = fill_graph(module, example_inputs, options, graph_report)
             graph_report.filled = True
             graph_report.reason = (
@@ -270,16 +271,6 @@ def warn_of_limit(graphs: int) -> None:
             RidgefillWarning,
             stacklevel=3,
         )
-
-
-def unrolled_recurrences(module: GraphModule) -> str | None:
-    """What to do if this graph holds a recurrence step by step that is one operator from now on."""
-    before = set(known_substitutions())
-    stacks = [(node.meta.get("nn_module_stack") or {}).values() for node in module.graph.nodes]
-    mine = {kind.__module__ for stack in stacks for _, kind in stack if isinstance(kind, type)}
-    if not any(s.operator and s.module in mine for s in set(substitute_recurrences()) - before):
-        return None
-    return "its recurrences were traced step by step: call torch._dynamo.reset(), then compile the model again"
 
 
 def inner_compiler(options: Options) -> Callable[[GraphModule, Sequence[Any]], Compiled]:

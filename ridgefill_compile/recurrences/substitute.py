@@ -99,9 +99,14 @@ def _small_work() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def modelling_files() -> list[str]:
+    """Names of all modelling files of transformers loaded so far."""
+    return sorted(name for name in list(sys.modules) if name.startswith("transformers.models.") and "modeling_" in name)
+
+
 def _modules(given: nn.Module | Iterable[types.ModuleType] | None) -> list[types.ModuleType]:
     if given is None:
-        names = sorted(name for name in sys.modules if name.startswith("transformers.models.") and "modeling_" in name)
+        names = modelling_files()
     elif isinstance(given, nn.Module):
         classes = {base for module in given.modules() for base in type(module).__mro__}
         names = sorted({c.__module__ for c in classes} - {"builtins"})
