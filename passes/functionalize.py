@@ -42,6 +42,11 @@ FACTORIES: dict[Any, Any] = {
     aten.new_full.default: aten.full.default,
     aten.new_empty.default: aten.empty.memory_format,
 }
+LIKE: dict[Any, Any] = {
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+}
 RESHAPES = (aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.flatten.using_ints)
 CASTS = (
     aten.to.dtype,
@@ -73,7 +78,7 @@ def functionalize(module: GraphModule) -> GraphModule:
                 last.meta["val"] = source.meta["val"]
     _drop_no_ops(module)
     _read_past_writes(graph)
-    _free_constants(graph)
+    _free_constants(emit)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or has_effect(node))
     module.recompile()
     return module
@@ -90,11 +95,19 @@ def _read_sizes_off_inputs(emit: Emitter) -> None:
         emit.know(node)
     for node in list(emit.graph.nodes):
         if node.target is aten.sym_size.int and node.args[0].op != "placeholder":
-            with emit.graph.inserting_before(node), contextlib.suppress(CannotFill):
+            with _at_the_top(emit.graph), contextlib.suppress(CannotFill):
                 size = emit.size(node.meta["val"])
                 if isinstance(size, Node):
                     node.replace_all_uses_with(size)
                     emit.graph.erase_node(node)
+
+
+def _at_the_top(graph: Graph) -> contextlib.AbstractContextManager[None]:
+    """Where sizes are read, which any node may use."""
+    first: contextlib.AbstractContextManager[None] = graph.inserting_before(
+        next(node for node in graph.nodes if node.op != "placeholder")
+    )
+    return first
 
 
 class _Memory:
@@ -341,13 +354,22 @@ def _drop_no_ops(module: GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def _free_constants(graph: Graph) -> None:
-    """`x.new_ones(size)` reads nothing of x but its type and device."""
-    for node in graph.nodes:
+def _free_constants(emit: Emitter) -> None:
+    """`x.new_ones(size)` reads nothing of x but its type and device, and `ones_like(x)` but its size, too."""
+    for node in emit.graph.nodes:
+        value = node.meta.get("val")
         if node.target in FACTORIES:
-            value = node.meta["val"]
             node.target, node.args = FACTORIES[node.target], node.args[1:]
-            node.kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        elif node.target in LIKE and value.is_contiguous():
+            with _at_the_top(emit.graph):
+                try:
+                    size = [emit.size(length) for length in value.shape]
+                except CannotFill:  # a size that no input shows
+                    continue
+            node.target, node.args = LIKE[node.target], (size, *node.args[1:2])
+        else:
+            continue
+        node.kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
 
 
 def _read_past_writes(graph: Graph) -> None:

@@ -274,9 +274,20 @@ def narrow(node: Node, rows: Rows) -> Call | None:
 
 
 def unfold(node: Node, rows: Rows) -> Call | None:
-    """Windows along one dimension, in a new last one; the others pass."""
-    cut = positive(arguments(node)["dimension"], len(shape(node)) - 1)
-    return first_operand(node, rows) if rows.dim not in (cut, len(shape(node)) - 1) else None
+    """Windows along one dimension, in a new last one: the last of them, a step of 1 apart, cover `size - 1` entries
+    more than they are. Other dimensions pass.
+    """
+    given = arguments(node)
+    operand, cut = given["self"], positive(given["dimension"], len(shape(node)) - 1)
+    if rows.dim == len(shape(node)) - 1:
+        return None
+    if rows.dim != cut:
+        return first_operand(node, rows)
+    plainly = given["step"] == 1 and rows.selected is None and same(rows.blocks, 1)
+    last = rows.last + given["size"] - 1
+    if not (plainly and at_least(shape(operand)[cut], last)):
+        return None
+    return rewrite(node, self=Need(operand, Rows(cut, last)))
 
 
 def triangle(node: Node, rows: Rows) -> Call | None:

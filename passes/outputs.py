@@ -14,8 +14,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.passes.arithmetic_rules import pointwise
 from ridgefill_compile.passes.calls import arguments, aten, shape
-from ridgefill_compile.passes.demand import analyse
+from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.functionalize import CASTS
 from ridgefill_compile.passes.layout_rules import cat, expand, pad, reshape, select, slice_, squeeze, unsqueeze
 from ridgefill_compile.passes.locate import Layer, Located, same_shape
@@ -80,18 +81,54 @@ def _check_read(graph: Graph, located: Located, layer: Layer, state: Node) -> No
     forms = list(_forms(state, located, layer))
     if _ends_a_scan(forms[-1]):
         return
-    others: set[Node] = set()
-    for other in layer.states:
-        theirs = set(_forms(other, located, layer))
-        others |= theirs if theirs.isdisjoint(forms) else set()  # keys that serve as values are one state
+    apart = [theirs for other in layer.states if (theirs := list(_forms(other, located, layer)))]
+    apart = [theirs for theirs in apart if set(theirs).isdisjoint(forms)]  # keys that serve as values are one state
+    if any(_mixes(graph, located, layer, apart, theirs[-1], forms) for theirs in apart):
+        return
+    others = {form for theirs in apart for form in theirs}
     read = analyse(graph, [(_end(located, layer), Rows(located.row_dim, 1))], stop=layer.input, barrier=others)
-    if all(_is_one(read.on(form)) for form in forms):
+    if all(_is_one(read.on(form)) for form in forms) and not _carries_on(graph, layer, forms[-1], read):
         raise CannotFill(
             f"layer {layer.index} has an output that no later row reads: a query, a normed input, logits or hidden "
             "states of a layer, which filled rows do not have",
             state,
             "do not ask for such outputs (forward hooks and early exits count)",
         )
+
+
+def _mixes(
+    graph: Graph, located: Located, layer: Layer, apart: list[list[Node]], other: Node, forms: list[Node]
+) -> bool:
+    """Whether one row of another state is made of several rows of a state: what a convolution keeps of the results of
+    attention, of keys and values. What is made row by row, as keys are of normed inputs, is not.
+    """
+    states = {*forms, *(form for theirs in apart if other not in theirs for form in theirs)}
+    for dim in range(len(shape(other))):
+        around = analyse(graph, [(other, Rows(dim, 1))], stop=layer.input, barrier=states).on(layer.input)
+        if _on_rows(around, located):  # `dim` counts rows: the query's
+            made = analyse(graph, [(other, Rows(dim, 1))], stop=layer.input)
+            return not all(_is_one(made.on(form)) for form in forms)
+    return False
+
+
+def _carries_on(graph: Graph, layer: Layer, state: Node, read: Demands) -> bool:
+    """Whether a state is what becomes of a former one, `old * decay + new`, say, which the layer's rows read: a
+    recurrence that is written out.
+    """
+    seen, ahead = {state}, [state]
+    while ahead:
+        node = ahead.pop()
+        if rule_for(node) is not pointwise:
+            continue
+        for old in node.all_input_nodes:
+            if old in seen or not isinstance(old.meta.get("val"), torch.Tensor) or not same_shape(old, state):
+                continue
+            made = analyse(graph, [(old, EVERYTHING)], stop=layer.input).on(layer.input)
+            if made is NOTHING and read.on(old) is not NOTHING:
+                return True
+            seen.add(old)
+            ahead.append(old)
+    return False
 
 
 def _is_one(demand: Demand) -> bool:
@@ -186,9 +223,11 @@ def check_wanted_rows(graph: Graph, located: Located, tail: int) -> None:
             bool(length <= tail)  # one guard: from here on it is known that no more (or more) rows are wanted
     last = located.layers[-1].input
     end = next((node for node in reversed(located.trunk) if same_shape(node, last)), located.trunk[-1])
+    behind = {node for node in located.trunk if node > end}  # made of `end` alone
     for output in (located.result, *located.others):
         demand = analyse(graph, [(output, EVERYTHING)]).on(end)
-        if output in located.others or not (_on_rows(demand, located) and demand.last <= tail):  # type: ignore[union-attr]
+        on_tail = _on_rows(demand, located) and demand.last <= tail  # type: ignore[union-attr]
+        if not on_tail or (output in located.others and output not in behind):
             raise CannotFill(
                 "logits, a loss or hidden states of more rows than the tail are wanted, and filled rows have none",
                 output,

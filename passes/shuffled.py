@@ -270,6 +270,8 @@ def counts_from_0(value: Any) -> bool:
     rule = rule_for(value)
     if rule in MOVES:
         return counts_from_0(given[0])
+    if rule in (layout.cat, layout.stack):
+        return all(counts_from_0(x) for x in given[0])
     if value.target in (aten.masked_fill.Scalar, aten.where.self, aten.where.ScalarOther):
         return all(counts_from_0(x) for x in given if not is_mask(x))
     return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
 
 from ridgefill_compile.zoo.shrink import token_ids
 from ridgefill_compile.zoo.sizes import VOCABULARY
@@ -58,8 +60,24 @@ class Caller:
         return token_ids(rows, batch, seed) % self.vocabulary
 
     def prompt(self, ids: Tensor) -> dict[str, Any]:
-        """A call with one prompt, or prompts of the same length."""
-        return {"input_ids": ids, **self.always}
+        """A call with one prompt, or prompts of the same length. A model that makes no cache of its own gets an empty
+        one, as `generate` gives it.
+        """
+        call = {"input_ids": ids, **self.always}
+        name = self._wanted_cache
+        if name is None:
+            return call
+        assert isinstance(self.model, PreTrainedModel)
+        return {**call, name: DynamicCache(config=self.model.config)}
+
+    @functools.cached_property
+    def _wanted_cache(self) -> str | None:
+        """The argument for a cache, of a model that returns none when it is called without."""
+        name = next((name for name in ("cache", "past_key_values") if name in self.names), None)
+        if name is None or not isinstance(self.model, PreTrainedModel):
+            return None
+        output = self.module(input_ids=self.ids(3), **self.always)
+        return name if all(output.get(each) is None for each in CACHES) else None
 
     def padded(self, ids: Tensor) -> dict[str, Any] | None:
         """A call whose first prompt is a fifth shorter, padded on the left; None where masks are not taken."""

@@ -31,10 +31,12 @@ from ridgefill_compile.fill import LEAST_GAIN, blocked_nodes
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.calls import Need, shape
 from ridgefill_compile.passes.demand import Demands, analyse
+from ridgefill_compile.passes.emit import copy_module
 from ridgefill_compile.passes.rows import EVERYTHING
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.plan import plan
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
+from ridgefill_compile.testing.difference import values_of
 from ridgefill_compile.testing.variants import Variants
 from ridgefill_compile.zoo.calling import Caller, logits_of, worst
 from ridgefill_compile.zoo.closed_form import closed_form
@@ -113,6 +115,12 @@ class _Traced(Variants):
             self.cost = _Cost.of(self)
         return graphs
 
+    def answer(self, graphs: Mapping[str, GraphModule], inputs: Sequence[Any]) -> Mapping[str, Sequence[torch.Tensor]]:
+        found = super().answer(graphs, inputs)
+        if self.cost is None and len(self.results) == 1:  # sizes depend on data: count those of this prompt
+            self.cost = _Cost.of(self, self.inputs)
+        return found
+
 
 @dataclass
 class _Cost:
@@ -124,11 +132,13 @@ class _Cost:
     blocked: list[str]
 
     @staticmethod
-    def of(variants: _Traced) -> _Cost | None:
-        """The cost of a graph of static shapes; None where shapes depend on data."""
-        located, captured, routed = variants.located, variants.captured, variants.routed["eliminated"]
-        assert located is not None and captured is not None
-        exact, filled = multiply_adds(captured.graph), multiply_adds(variants.narrowed["eliminated"].graph)
+    def of(variants: _Traced, inputs: Sequence[Any] | None = None) -> _Cost | None:
+        """The cost of a graph of static shapes; None where shapes depend on data, unless `inputs` say on which."""
+        located = variants.located
+        assert located is not None and variants.captured is not None
+        graphs = (variants.captured, variants.routed["eliminated"], variants.narrowed["eliminated"])
+        captured, routed, narrowed = graphs if inputs is None else (_of_one_run(graph, inputs) for graph in graphs)
+        exact, filled = multiply_adds(captured.graph), multiply_adds(narrowed.graph)
         form = closed_form(routed, located, variants.split, variants.tail, variants.kept)
         if form is None or not (exact.is_Rational and filled.is_Rational):
             return None
@@ -137,6 +147,14 @@ class _Cost:
         blocked = blocked_nodes(routed, demands, located) or _wideners(wide, demands)
         names = dict.fromkeys(_name(node) for node in (*blocked, *wide))
         return _Cost(int(exact), int(filled), float(sum(cost.allowed for cost in form.values())), list(names))
+
+
+def _of_one_run(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """A copy of a graph whose sizes are those of one run, those that depend on data among them."""
+    copy = copy_module(module)
+    for node, value in values_of(copy, inputs).items():
+        node.meta["val"] = value
+    return copy
 
 
 def _wideners(wide: list[Node], demands: Demands) -> list[Node]:
