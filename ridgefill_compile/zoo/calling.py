@@ -89,7 +89,10 @@ class Caller:
 
     def continued(self, first: Tensor, ids: Tensor) -> dict[str, Any] | None:
         """A call that goes on from the cache of a first prompt; None where no cache is returned, or none is taken."""
-        output = self.model(**self.prompt(first))
+        call = self.prompt(first)
+        output = self.model(**call)
+        if self._wanted_cache is not None:
+            return {**self.prompt(ids), self._wanted_cache: call[self._wanted_cache]}
         name = next((name for name in CACHES if output.get(name) is not None), None)
         if name is None:
             return None

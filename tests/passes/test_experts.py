@@ -111,6 +111,19 @@ def test_a_mixture_becomes_one_call(dynamic: bool) -> None:
             torch.testing.assert_close(graph(x, *WEIGHTS)[0], expected)
 
 
+@pytest.mark.parametrize(
+    ("second", "proved"), [(lambda x: x.argmax(-1, True), True), (lambda x: (x * 1).long(), False)]
+)
+def test_choices_of_a_row_may_be_joined(second: Callable[[Tensor], Tensor], proved: bool) -> None:
+    """Each found by an op that counts from 0; of what a value says, nothing is known."""
+
+    def keys(chosen: Tensor) -> Tensor:
+        return torch.cat([chosen[:, :1], second(chosen.float()[:, 1:])], -1).reshape(-1)
+
+    module = collapse(graph_of(lambda x, *w: mixture(x, *w, keys=keys), real(ROWS, D)))
+    assert len(regions(module)) == proved
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("last", [1, 5, ROWS])
 def test_fewer_rows_are_the_rows_of_all(last: int, dynamic: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.emit import copy_module
+from ridgefill_compile.passes.functionalize import functionalize
 from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.rows import same
@@ -235,6 +237,73 @@ def test_state_shifted_by_a_row_is_a_state() -> None:
 
     module = traced(shifted, X, W)
     check_late_states(module.graph, locate(module.graph), 0)
+
+
+def convolved(x: Tensor, w: Tensor, kept: int | None = None) -> tuple[Tensor, ...]:
+    """Results of attention are mixed over rows, and the last two are kept, as short convolutions keep them."""
+    y = x.sin()
+    q, k, v = (functional.linear(y, part) for part in w)
+    h = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mixed = h + torch.cat([torch.zeros(1, 1, 4), h[:, :-1]], 1)
+    return (x + mixed)[:, -1:], k, v, h[:, -2:], *((q, y)[kept : kept + 1] if kept is not None else ())
+
+
+def written_out(x: Tensor, w: Tensor, reads: bool = True) -> tuple[Tensor, ...]:
+    """Linear attention, from an old state to a new one: the rows read the old one, if said, and each other's parts."""
+    q, k, v = (functional.linear(x.sin(), part) for part in w)
+    old = torch.zeros(1, 4, 4)
+    h = (q @ k.transpose(1, 2)).tril() @ v
+    x = x + (h + q @ old if reads else h)
+    h, k1, v1 = attend(x.sin(), w)
+    return (x + h)[:, -1:], old * 0.9 + k.transpose(1, 2) @ v, k1, v1
+
+
+@pytest.mark.parametrize("function", [convolved, written_out], ids=lambda f: f.__name__)
+def test_states_that_are_read_by_way_of_others(function: Callable[..., tuple[Tensor, ...]]) -> None:
+    module = traced(lambda x, w: function(x, w), X, W)
+    located = locate(module.graph)
+    check_late_states(module.graph, located, 0, tail=2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [partial(convolved, kept=0), partial(convolved, kept=1), partial(written_out, reads=False)],
+    ids=["query", "normed", "unread"],
+)
+def test_beside_such_states_others_are_refused_as_ever(function: Callable[..., tuple[Tensor, ...]]) -> None:
+    module = traced(lambda x, w: function(x, w), X, W)
+    with pytest.raises(CannotFill, match="no later row reads"):
+        check_late_states(module.graph, locate(module.graph), 0, tail=2)
+
+
+def hidden_of_the_tail(x: Tensor, w: Tensor, rows: int) -> tuple[Tensor, ...]:
+    h, k, v = attend(x.sin(), w)
+    last = (x + h)[:, -rows:]
+    return functional.linear(last, w[0]), last, k, v
+
+
+def test_hidden_states_of_the_tail_may_be_asked_for() -> None:
+    """Behind the last layer, of rows that are exact."""
+    module = traced(lambda x, w: hidden_of_the_tail(x, w, 2), X, W)
+    located = locate(module.graph)
+    assert located.others
+    check_wanted_rows(module.graph, located, 2)
+    with pytest.raises(CannotFill, match="more rows than the tail"):
+        check_wanted_rows(module.graph, located, 1)
+
+
+def test_a_constant_of_a_values_size_is_no_way_round_the_layers() -> None:
+    def masked(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        mask = torch.zeros_like(x)[..., :1] + torch.ones_like(x)[..., :1]
+        h, k0, v0 = attend(functional.rms_norm(x, [4]), w)
+        x = x + h * mask
+        h, k1, v1 = attend(functional.rms_norm(x, [4]), w)
+        return (x + h * mask)[:, -1:], k0, v0, k1, v1
+
+    for dynamic in ([], [(0, 1)]):
+        module = functionalize(traced(masked, X, W, dynamic=dynamic, functional=False))
+        assert len(locate(module.graph).layers) == 2
+        torch.testing.assert_close(module(X, W), masked(X, W))
 
 
 def query(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

@@ -104,7 +104,27 @@ def test_a_type_that_cannot_be_built_is_a_finding() -> None:
     assert "not built: OptionError" in found.reason
 
 
+def test_cost_of_sizes_that_depend_on_data() -> None:
+    """Told by one prompt: X-MOD's adapters run on the rows of a language, and no rule narrows them."""
+    found = check_type("xmod", quick=True)
+    assert found.sound
+    assert (found.filled, found.eliminated) == (False, False)
+    assert "save nothing" in found.reason
+
+
 # ---------------------------------------------------------------- calls
+
+
+def test_a_model_that_makes_no_cache_is_given_one() -> None:
+    caller = Caller(tiny_model(tiny_config("recurrent_gemma")), KEPT)
+    first, second = (caller.prompt(caller.ids(20)) for _ in range(2))
+    assert len({id(call["cache"]) for call in (first, second)}) == 2
+    with torch.no_grad():
+        caller.module(**first)
+        continued = caller.continued(caller.ids(20), caller.ids(9))
+    assert continued is not None
+    assert continued["cache"].get_seq_length() == first["cache"].get_seq_length() > 0
+    assert "cache" not in Caller(llama(), KEPT).prompt(caller.ids(20))
 
 
 def test_calls_take_what_the_forward_takes() -> None:

@@ -35,6 +35,14 @@ FILLED: dict[str, str] = {
     "falcon_h1": "attention and recurrence side by side",
     "lfm2": "convolutions",
     "gemma3n_text": "several residual streams",
+    "git": "a mask made of a value's size",
+    "moshi": "hidden states of the tail beside its logits",
+    "phimoe": "experts chosen one after another",
+}
+FILLED_SLOWLY: dict[str, str] = {
+    "inkling_text": "convolutions behind attention",
+    "minimax": "a recurrence written out",
+    "recurrent_gemma": "recurrent, with a cache that the caller makes",
 }
 SOUND: dict[str, str] = {
     "llama4_text": "chunked attention, experts that see every row",
@@ -43,7 +51,7 @@ SOUND: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("kind", FILLED)
+@pytest.mark.parametrize("kind", [*FILLED, *(pytest.param(kind, marks=pytest.mark.heavy) for kind in FILLED_SLOWLY)])
 def test_filled_right_and_no_wider_than_need_be(kind: str) -> None:
     found = check_type(kind, quick=True)
     assert found.sound, found
