@@ -17,6 +17,7 @@ from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_
 from ridgefill_compile.errors import CannotFill, MapsError, describe_node
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
+from ridgefill_compile.passes.attend import write_positions
 from ridgefill_compile.passes.attention_states import attention_states
 from ridgefill_compile.passes.calls import arguments, aten
 from ridgefill_compile.passes.correct import Correction
@@ -88,6 +89,8 @@ def fill_graph(
         graph_report.blocked = [describe_node(node) for node in blocked]
     run("cost", lambda: _count(graph_report, captured, result, fill.selectors))
     _count_layers(graph_report, located)
+    if fill.selectors:
+        result = run("attend", lambda: write_positions(result), before=result)
     result = expand(result)
     if chunk is None and options.eliminate and options.route != "oracle" and options.splice is None:
         check_gain(graph_report, blocked)

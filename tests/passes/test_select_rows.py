@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from transformers import PreTrainedModel, StaticCache
 
-from ridgefill_compile.passes.calls import aten, shape
+from ridgefill_compile.attention_at import attention_at
+from ridgefill_compile.passes.attend import write_positions
+from ridgefill_compile.passes.calls import CAUSAL_TAIL, aten, shape
+from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.rows import plain
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
+from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.report import report
 from ridgefill_compile.selectors import Attention, LayerAttention, Prompt, Random, choose, count_of, parse_rows
 from ridgefill_compile.testing.difference import values_of
@@ -204,6 +208,47 @@ def test_padding_is_not_selected() -> None:
         index = index_of(variants)
         assert index[0].min() >= 12
         assert index[1].min() < 12
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_attention_of_scattered_rows_needs_no_keys_behind_them(batch: int) -> None:
+    """On CPU an operator is given their positions; it computes what the mask says, at any length."""
+    variants = variants_of("pooled:0.3", ways={"eliminated": ("identity", True)})
+    variants.run(built("llama"), *(call_of(token_ids(rows, batch=batch)) for rows in (40, 230, 301)))
+    before = variants.narrowed["eliminated"]
+    after = write_positions(before)
+    verify(after, before, "attend")
+    calls = [node for node in after.graph.nodes if node.target is torch.ops.ridgefill.attention_at.default]
+    assert variants.located is not None
+    assert len(calls) == len(variants.located.layers) - SPLIT - 1  # the last layer runs the rows of the logits alone
+    masked = [node for node in before.graph.nodes if CAUSAL_TAIL in node.meta]
+    assert len(masked) == len(calls)
+    inputs = variants.inputs
+    assert worst(expand(before)(*inputs), expand(after)(*inputs)) < CLOSE
+    assert write_positions(after) is after
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("own", [True, False], ids=["each sequence's own", "one for all"])
+def test_the_operator_against_one_row_at_a_time(own: bool, dtype: torch.dtype) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    batch, rows, keys = 2, 400, 500
+    query = torch.randn(batch, 4, rows, 8, generator=numbers).to(dtype)
+    key, value = (torch.randn(batch, 2, keys, size, generator=numbers).to(dtype) for size in (8, 6))
+    order = [torch.randperm(keys, generator=numbers)[:rows].sort().values for _ in range(batch if own else 1)]
+    positions = torch.stack(order) if own else order[0]
+    hidden = torch.arange(keys) > positions.unsqueeze(-1)
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+    found = attention_at(query, key, value, mask.unsqueeze(1) if own else mask, positions, 0.3, True)
+    assert found.transpose(1, 2).is_contiguous()
+    for sequence in range(batch):
+        for row, at in enumerate(order[sequence % len(order)].tolist()):
+            k, v = (x[sequence, :, : at + 1].float().repeat_interleave(2, 0) for x in (key, value))
+            weights = (k @ query[sequence, :, row].float().unsqueeze(-1) * 0.3).softmax(1)
+            expected = (weights * v).sum(1)
+            torch.testing.assert_close(
+                found[sequence, :, row].float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=2e-2
+            )
 
 
 def index_of(variants: Variants) -> Tensor:
