@@ -53,9 +53,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "random": {"rows": (Random(SHARE),)},
     "tail": {"rows": (LongerTail(SHARE),)},
     "key_rescale": {"key_rescale": 256},  # the rows of the tail that are not scored
+    "int8": {"maps": "int8"},  # no rows, but maps in another type, which are bfloat16 else
 }
-"""Name -> options of the backend, besides maps, split and tail."""
-CONTROLS = ("random", "tail")
+"""Name -> options of the backend, besides split and tail; of maps, their type."""
+CONTROLS = (RIDGE, "random", "tail")
 """Arms that every other one is held against, token by token."""
 
 Arms = Mapping[str, Mapping[str, Any]]
@@ -128,7 +129,8 @@ def score_arms(
         base = {"maps": each, "split": each.split, "tail": tail, "inner": "eager", "strict": True}
         stored = digest_of(*(each.matrix(layer) for layer in each.layers))
         for arm, options in arms.items():
-            forwards[each.split, arm] = filling(model, {**base, **options})
+            own = {**options, "maps": each.to(options["maps"])} if "maps" in options else options
+            forwards[each.split, arm] = filling(model, {**base, **own})
             names[each.split, arm] = f"{each.split}-{digest_of(stored, sorted(options.items()))}"
     scores: dict[tuple[int, str], list[TokenScores]] = {key: [] for key in forwards}
     limit = torch._dynamo.config.patch(recompile_limit=len(forwards) + 8)  # each arm compiles the model once
@@ -173,7 +175,7 @@ def figures(scores: Scores, split: int, arms: Sequence[str]) -> dict[str, dict[s
             if arm != RIDGE:
                 found[arm][kind]["removed"] = plain(removed(mine, scores[split, RIDGE], tokens))
             for control in CONTROLS:
-                if control in arms and arm not in (RIDGE, control):
+                if control in arms and arm != control and arm != RIDGE:
                     against = paired(mine, scores[split, control], tokens)
                     found[arm][kind][f"minus_{control}"] = plain(against)
     return found
