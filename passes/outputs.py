@@ -118,10 +118,10 @@ def _carries_on(graph: Graph, layer: Layer, state: Node, read: Demands) -> bool:
     seen, ahead = {state}, [state]
     while ahead:
         node = ahead.pop()
-        if rule_for(node) is not pointwise:
+        if rule_for(node) not in (pointwise, *LAYOUTS):
             continue
         for old in node.all_input_nodes:
-            if old in seen or not isinstance(old.meta.get("val"), torch.Tensor) or not same_shape(old, state):
+            if old in seen or not isinstance(old.meta.get("val"), torch.Tensor) or not _ends_alike(old, state):
                 continue
             made = analyse(graph, [(old, EVERYTHING)], stop=layer.input).on(layer.input)
             if made is NOTHING and read.on(old) is not NOTHING:
@@ -129,6 +129,12 @@ def _carries_on(graph: Graph, layer: Layer, state: Node, read: Demands) -> bool:
             seen.add(old)
             ahead.append(old)
     return False
+
+
+def _ends_alike(old: Node, state: Node) -> bool:
+    """Whether a former state has the last sizes of a new one: one that is learned may be the same for all sequences."""
+    pairs = zip(reversed(shape(old)), reversed(shape(state)), strict=False)
+    return len(shape(old)) > 1 and all(same(a, b) or same(a, 1) for a, b in pairs)
 
 
 def _is_one(demand: Demand) -> bool:
@@ -223,13 +229,22 @@ def check_wanted_rows(graph: Graph, located: Located, tail: int) -> None:
             bool(length <= tail)  # one guard: from here on it is known that no more (or more) rows are wanted
     last = located.layers[-1].input
     end = next((node for node in reversed(located.trunk) if same_shape(node, last)), located.trunk[-1])
-    behind = {node for node in located.trunk if node > end}  # made of `end` alone
     for output in (located.result, *located.others):
         demand = analyse(graph, [(output, EVERYTHING)]).on(end)
         on_tail = _on_rows(demand, located) and demand.last <= tail  # type: ignore[union-attr]
-        if not on_tail or (output in located.others and output not in behind):
+        if not (_is_of_few_rows(graph, located, output, tail) if output in located.others else on_tail):
             raise CannotFill(
                 "logits, a loss or hidden states of more rows than the tail are wanted, and filled rows have none",
                 output,
                 f"pass logits_to_keep=k with k at most the tail ({tail}), and no labels or output_hidden_states",
             )
+
+
+def _is_of_few_rows(graph: Graph, located: Located, output: Node, tail: int) -> bool:
+    """Whether an output is made of nothing but tail rows of one trunk value: hidden states of rows that are exact."""
+    for value in located.trunk:
+        made = analyse(graph, [(output, EVERYTHING)], barrier={value})
+        read = made.on(value)
+        if _on_rows(read, located) and read.last <= tail and made.on(located.tokens) is NOTHING:  # type: ignore[union-attr]
+            return True
+    return False

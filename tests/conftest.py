@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from ridgefill_compile.passes import arithmetic_rules, layout_rules
+from ridgefill_compile.passes.rules import RULES
 
 # Examples build and trace models, so there is no deadline, and their number is small: the fast tests look for
 # what is broken, `HYPOTHESIS_PROFILE=search` for what is rare. Continuous integration draws the same ones.
@@ -38,3 +42,10 @@ def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch._dynamo.reset()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How much there is to trust: the row rules, by count and lines."""
+    rules = Path(arithmetic_rules.__file__), Path(layout_rules.__file__)
+    lines = sum(len(path.read_text().splitlines()) for path in rules)
+    terminalreporter.write_line(f"row rules: {len(RULES)} ops, {len(set(RULES.values()))} rules, {lines} lines")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -248,10 +249,10 @@ def convolved(x: Tensor, w: Tensor, kept: int | None = None) -> tuple[Tensor, ..
     return (x + mixed)[:, -1:], k, v, h[:, -2:], *((q, y)[kept : kept + 1] if kept is not None else ())
 
 
-def written_out(x: Tensor, w: Tensor, reads: bool = True) -> tuple[Tensor, ...]:
+def written_out(x: Tensor, w: Tensor, reads: bool = True, learned: bool = False) -> tuple[Tensor, ...]:
     """Linear attention, from an old state to a new one: the rows read the old one, if said, and each other's parts."""
     q, k, v = (functional.linear(x.sin(), part) for part in w)
-    old = torch.zeros(1, 4, 4)
+    old = w[0] if learned else torch.zeros(1, 4, 4)
     new = old * 0.9 + k.transpose(1, 2) @ v
     h = (q @ k.transpose(1, 2)).tril() @ v
     x = x + (h + q @ old if reads else h)
@@ -259,9 +260,13 @@ def written_out(x: Tensor, w: Tensor, reads: bool = True) -> tuple[Tensor, ...]:
     return (x + h)[:, -1:], new, k1, v1
 
 
-@pytest.mark.parametrize("function", [convolved, written_out], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [convolved, written_out, partial(written_out, learned=True)],
+    ids=["convolved", "written out", "learned"],
+)
 def test_states_that_are_read_by_way_of_others(function: Callable[..., tuple[Tensor, ...]]) -> None:
-    module = traced(lambda x, w: function(x, w), X, W)
+    module = traced(of_two(function), X, W)
     located = locate(module.graph)
     check_late_states(module.graph, located, 0, tail=2)
 
@@ -272,7 +277,7 @@ def test_states_that_are_read_by_way_of_others(function: Callable[..., tuple[Ten
     ids=["query", "normed", "unread"],
 )
 def test_beside_such_states_others_are_refused_as_ever(function: Callable[..., tuple[Tensor, ...]]) -> None:
-    module = traced(lambda x, w: function(x, w), X, W)
+    module = traced(of_two(function), X, W)
     with pytest.raises(CannotFill, match="no later row reads"):
         check_late_states(module.graph, locate(module.graph), 0, tail=2)
 
@@ -291,6 +296,28 @@ def test_hidden_states_of_the_tail_may_be_asked_for() -> None:
     check_wanted_rows(module.graph, located, 2)
     with pytest.raises(CannotFill, match="more rows than the tail"):
         check_wanted_rows(module.graph, located, 1)
+
+
+def of_two(function: Callable[..., tuple[Tensor, ...]]) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    """FX counts a function's arguments, those with defaults among them."""
+    return lambda x, w: function(x, w)
+
+
+def test_hidden_states_before_the_last_norm_may_be_asked_for() -> None:
+    """Of rows of the tail. What joins them with earlier ones is not looked into."""
+
+    def before(x: Tensor, w: Tensor, joined: bool, rows: int = 2) -> tuple[Tensor, ...]:
+        h, k, v = attend(x.sin(), w)
+        y = x + h
+        kept = (y + x if joined else y)[:, -rows:]
+        return functional.rms_norm(y, [4])[:, -1:], kept, k, v
+
+    for joined, rows, fine in ((False, 2, True), (False, 3, False), (True, 2, False)):
+        module = traced(of_two(partial(before, joined=joined, rows=rows)), X, W)
+        located = locate(module.graph)
+        assert len(located.others) == 1
+        with contextlib.nullcontext() if fine else pytest.raises(CannotFill, match="more rows than the tail"):
+            check_wanted_rows(module.graph, located, 2)
 
 
 def test_a_constant_of_a_values_size_is_no_way_round_the_layers() -> None:
