@@ -175,7 +175,7 @@ def figures(scores: Scores, split: int, arms: Sequence[str]) -> dict[str, dict[s
             if arm != RIDGE:
                 found[arm][kind]["removed"] = plain(removed(mine, scores[split, RIDGE], tokens))
             for control in CONTROLS:
-                if control in arms and arm != control and arm != RIDGE:
+                if control in arms and arm not in (RIDGE, control):
                     against = paired(mine, scores[split, control], tokens)
                     found[arm][kind][f"minus_{control}"] = plain(against)
     return found

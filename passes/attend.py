@@ -25,9 +25,7 @@ from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of
 from ridgefill_compile.passes.find_attention import ATTENTION
 from ridgefill_compile.passes.rows import IntLike
 
-POSITIONS = (
-    "ridgefill_positions"  # meta key of a mask of selected rows: the name of the node that holds their positions
-)
+POSITIONS = "ridgefill_positions"  # meta key of a mask of selected rows: name of the node with their positions
 
 
 def causal_mask(emit: Emitter, tail: CausalTail, index_of: Callable[[Node, IntLike, int], Node]) -> Node:
@@ -43,7 +41,6 @@ def causal_mask(emit: Emitter, tail: CausalTail, index_of: Callable[[Node, IntLi
         return emit.memo[memo]
     place = {"device": value.device, "pin_memory": False}
     key_at = emit(aten.arange.default, emit.size(keys), **place)
-    positions = ""
     if selected is None:
         first = emit.minus(emit.size(queries), last)
         query_at = emit(aten.add.Tensor, emit(aten.arange.default, last, **place), first)
