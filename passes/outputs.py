@@ -230,9 +230,12 @@ def check_wanted_rows(graph: Graph, located: Located, tail: int) -> None:
     last = located.layers[-1].input
     end = next((node for node in reversed(located.trunk) if same_shape(node, last)), located.trunk[-1])
     for output in (located.result, *located.others):
-        demand = analyse(graph, [(output, EVERYTHING)]).on(end)
-        on_tail = _on_rows(demand, located) and demand.last <= tail  # type: ignore[union-attr]
-        if not (_is_of_few_rows(graph, located, output, tail) if output in located.others else on_tail):
+        if output in located.others:
+            fine = _is_of_few_rows(graph, located, output, tail)
+        else:
+            demand = analyse(graph, [(output, EVERYTHING)]).on(end)
+            fine = _on_rows(demand, located) and demand.last <= tail  # type: ignore[union-attr]
+        if not fine:
             raise CannotFill(
                 "logits, a loss or hidden states of more rows than the tail are wanted, and filled rows have none",
                 output,
