@@ -133,12 +133,12 @@ class Asking:
         stored = digest_of(*(maps.matrix(layer) for layer in maps.layers))
         names = {arm: f"{maps.split}-{digest_of(stored, self.tail, settings(each))}" for arm, each in arms.items()}
         keeping = {arm: options["rows"] for arm, options in arms.items() if "rows" in options}
-        select = selection(self.model, maps.split, self.tail, keeping)
+        select = selection(self.model, maps.split, self.tail, keeping, maps.first_rows)
         said: dict[str, list[Answer]] = {arm: [] for arm in arms}
         positions = []
         with torch._dynamo.config.patch(recompile_limit=len(arms) + 8):  # each arm compiles the model once
             for prompt in self.prompts:
-                positions.append(self.selected(select, maps.split, keeping, prompt))
+                positions.append(self.selected(select, maps, keeping, prompt))
                 for arm in arms:
                     said[arm].append(self.answer(names[arm], filled[arm], prompt))
         figures = {arm: asdict(compare_found(exact, each)) for arm, each in said.items()}
@@ -154,9 +154,10 @@ class Asking:
         )
         return judge(str(self.tokenizer.decode(ids)), prompt.number)
 
-    def selected(self, select: Select, split: int, rows: Mapping[str, Any], prompt: Needle) -> dict[str, Tensor]:
+    def selected(self, select: Select, maps: RidgeMaps, rows: Mapping[str, Any], prompt: Needle) -> dict[str, Tensor]:
         """Positions that selectors keep of a prompt, by arm."""
-        depends = digest_of(split, self.tail, {arm: parse_rows(spec) for arm, spec in rows.items()}, prompt.ids)
+        chosen = {arm: parse_rows(spec) for arm, spec in rows.items()}
+        depends = digest_of(maps.split, maps.first_rows, self.tail, chosen, prompt.ids)
         found: dict[str, Tensor] = self._once(f"rows-{depends}", lambda: select(prompt.ids) if rows else {})
         return found
 

@@ -1,34 +1,40 @@
 """The calibration rewrite: nothing is replaced; what the ridge fit needs of each layer is returned beside.
 
     results, ...   ->   results, ..., for each split S and late layer l > S, on every `stride`-th row, in float64:
-                        sum x_S [d_in], x_S^T x_S [d_in, d_in], sum y_l [d_out], x_S^T y_l [d_in, d_out]
+                        sum w, sum w x_S [d_in], x_S^T w x_S [d_in, d_in],
+                        sum w y_l [d_out], x_S^T w y_l [d_in, d_out]
 
-where x_S is the split state and y_l what maps predict of a late layer: its input x_l, or its projections side by side.
+where x_S is the split state, y_l what maps predict of a late layer (its input x_l, or its projections side by side),
+and w the rows' weights (see `ridgefill_compile/ridge.py`).
 Or, to score maps on held-out text, those rows themselves: x_l, and behind it projections, [rows / stride, d] of every
 layer from the first split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ridgefill_compile.passes.calls import TO_THE_END, aten
 from ridgefill_compile.passes.cuts import Cut
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
+from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
+from ridgefill_compile.ridge import weighted_sums
 
 
 @dataclass(frozen=True)
 class Extra:
-    """What one added result holds: `kind` in "sum_x", "xx", "sum_y", "xy" (of a split), or "rows" (of a layer)."""
+    """What one added result holds: the rows of a layer; or the next of the sums of a split, as `weighted_sums` has
+    them, with the late layers ascending.
+    """
 
-    kind: str
-    split: int
-    layer: int
+    kind: str  # "rows" or "sums"
+    of: int
 
 
 def accumulate(
@@ -38,6 +44,7 @@ def accumulate(
     stride: int,
     rows: bool = False,
     cuts: Sequence[Cut] = (),
+    by_length: bool = False,
 ) -> tuple[GraphModule, list[Extra]]:
     """A copy of the module with accumulators as added results, and what each of them is.
 
@@ -48,6 +55,7 @@ def accumulate(
         stride: take rows 0, stride, 2 * stride, ...
         rows: return the rows themselves rather than their sums.
         cuts: what is predicted, of every layer behind the first split; none: the layers' inputs.
+        by_length: every row has the weight 1.
     """
     result = copy_module(module)
     copies = dict(zip(module.graph.nodes, result.graph.nodes, strict=True))
@@ -55,12 +63,16 @@ def accumulate(
     for node in inputs_of(result.graph):
         emit.know(node)
     output = result.graph.output_node()
+
+    def summing(x: Tensor, *y: Tensor) -> list[Tensor]:
+        return weighted_sums(x, y, by_length)
+
     extras: list[Extra] = []
     added: list[Node] = []
 
-    def add(value: Node, kind: str, split: int, layer: int) -> None:
-        extras.append(Extra(kind, split, layer))
-        added.append(value)
+    def add(values: Sequence[Node], kind: str, of: int) -> None:
+        extras.extend(Extra(kind, of) for _ in values)
+        added.extend(values)
 
     with result.graph.inserting_before(output):
         taken = {
@@ -73,14 +85,14 @@ def accumulate(
             parts.setdefault(cut.layer, []).append(part)
         if rows:
             for index, value in taken.items():
-                add(_beside(emit, [value, *parts.get(index, ())]), "rows", min(splits), index)
+                add([_beside(emit, [value, *parts.get(index, ())])], "rows", index)
         else:
             predicted = {i: _beside(emit, parts.get(i, [value])) for i, value in taken.items()}
             summed = dict.fromkeys([*predicted.values(), *(taken[split] for split in splits)])
             double = {value: emit(aten.to.dtype, value, torch.float64) for value in summed}
             for split in splits:
-                late = {i: double[value] for i, value in predicted.items() if i > split}
-                _add_sums(emit, double[taken[split]], late, split, add)
+                late = [double[value] for i, value in predicted.items() if i > split]
+                add(inline(emit, summing, [double[taken[split]], *late]), "sums", split)
     results = output.args[0]
     assert isinstance(results, list | tuple)
     output.args = ((*results, *added),)
@@ -98,14 +110,3 @@ def _taken_rows(emit: Emitter, value: Node, row_dim: int, stride: int) -> Node:
 def _beside(emit: Emitter, values: Sequence[Node]) -> Node:
     """Columns of several values [taken rows, d] as those of one."""
     return values[0] if len(values) == 1 else emit(aten.cat.default, [*values], 1)
-
-
-def _add_sums(
-    emit: Emitter, x: Node, late: dict[int, Node], split: int, add: Callable[[Node, str, int, int], None]
-) -> None:
-    turned = emit(aten.t.default, x)
-    add(emit(aten.sum.dim_IntList, x, [0]), "sum_x", split, split)
-    add(emit(aten.mm.default, turned, x), "xx", split, split)
-    for layer, y in late.items():
-        add(emit(aten.sum.dim_IntList, y, [0]), "sum_y", split, layer)
-        add(emit(aten.mm.default, turned, y), "xy", split, layer)

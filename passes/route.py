@@ -79,7 +79,7 @@ class Maps(Protocol):
 @dataclass(frozen=True)
 class Fill:
     """What to fill: the route, the split, the tail, the maps of a ridge route, what selects rows to
-    keep exact, and the tokenizer's table for those that read tokens.
+    keep exact, how many first rows of each sequence stay so, and the tokenizer's table for selectors that read tokens.
 
     Of a chunk before the prompt's tail, `tail` is 0; where the tail begins in it, all but the last of its rows of the
     tail are `given`: positions that are a further input of the graph.
@@ -92,6 +92,7 @@ class Fill:
     tail: int
     maps: Maps | None = None
     selectors: tuple[Selector, ...] = ()
+    first_rows: int = 0
     tokens: Mapping[str, torch.Tensor] | None = None
     given: bool = False
     cut: str = INPUT
@@ -122,7 +123,7 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
     router = _Router(emit, located, fill, cuts, split_state, truth)
     if fill.given:
         router.selected = _given_rows(graph, emit, split_state)
-    elif fill.selectors:
+    elif fill.selectors or fill.first_rows:
         router.selected = router.select(copies)
     for cut in cuts:
         router.replace(cut, copies[cut.value])
@@ -170,9 +171,11 @@ class _Router:
                     name: self.tensor(f"token_{name}", tensor, self.split_state, tensor.dtype)
                     for name, tensor in fill.tokens.items()
                 }
-        readers = max(getattr(selector, "sweep", 0) for selector in fill.selectors)
+        readers = max((getattr(selector, "sweep", 0) for selector in fill.selectors), default=0)
         swept = self.first_sweep(copies, min(readers, fill.tail)) if readers else None
-        return select_rows(self.emit, copies, self.located, fill.split, fill.tail, fill.selectors, tables, swept)
+        return select_rows(
+            self.emit, copies, self.located, fill.split, fill.tail, fill.selectors, tables, swept, fill.first_rows
+        )
 
     def first_sweep(self, copies: dict[Node, Node], readers: int) -> dict[Node, Node]:
         """A second copy of the late layers, behind the split state, in which only the last `readers` rows are exact."""

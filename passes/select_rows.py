@@ -1,4 +1,5 @@
-"""The rows that stay exact, selected inside the graph: from the attention of layers below the split, or from the ids.
+"""The rows that stay exact, selected inside the graph: from the attention of layers below the split, or from the ids;
+and the first rows of each sequence, where maps do not predict them.
 
 Adds one value, the positions of the selected rows: int64 [count], or [batch, count] where each sequence has its own.
 Their number is a function of the prompt's length alone.
@@ -38,6 +39,7 @@ def select_rows(
     selectors: Sequence[Selector],
     tokens: Mapping[str, Node] | None = None,
     swept: Mapping[Node, Node] | None = None,
+    first_rows: int = 0,
 ) -> Node:
     """Add the positions of the rows that selectors choose, right behind the split state.
 
@@ -50,12 +52,13 @@ def select_rows(
         selectors: of which rows to keep.
         tokens: the tokenizer's table, as nodes.
         swept: node of the located graph -> its copy in a first sweep over the late layers.
+        first_rows: first rows of each sequence, which are kept, too.
 
     Raises:
         CannotFill: a selector needs what the graph does not hold.
     """
     state = copies[located.layers[split].input]
-    found = [_Parts(copies, located, layer) for layer in range(split)]
+    found = [_Parts(copies, located, layer) for layer in range(split if selectors else 0)]
     if swept is not None:
         found += [_Parts(swept, located, layer) for layer in range(split, len(located.layers))]
     layers = [parts for parts in found if parts.is_known]
@@ -65,7 +68,7 @@ def select_rows(
     places = [{name: operands.add(node) for name, node in parts.nodes.items()} for parts in layers]
     known = {name: operands.add(node) for name, node in (("state", state), ("ids", ids), ("valid", valid)) if node}
     tables = {name: operands.add(node) for name, node in (tokens or {}).items()}
-    one_index = not _has_sequences(state, located)
+    one_index = not _has_sequences(state, located) or (not selectors and valid is None)
 
     def index(*values: Any) -> torch.Tensor:
         attention = tuple(
@@ -88,7 +91,7 @@ def select_rows(
             late_attention=tuple(each for each in attention if each.layer >= split),
             tokens=TokenTable(**{name: values[place] for name, place in tables.items()}) if tables else None,
         )
-        chosen = choose(prompt, selectors)
+        chosen = choose(prompt, selectors, first_rows)
         return chosen[0] if one_index else chosen
 
     after = max([state, *operands.nodes])

@@ -17,14 +17,14 @@ import torch
 from torch.fx import GraphModule
 
 from ridgefill_compile.errors import CannotFill, MapsError, OptionError, RidgefillError, RidgefillWarning
-from ridgefill_compile.fill import fill_graph, load_maps, other_weights, stamp_of
+from ridgefill_compile.fill import fill_graph, first_rows, load_maps, other_weights, stamp_of
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.pieces import WHOLE, InPieces, Sizes, in_pieces
 from ridgefill_compile.plan import plan, prompt_rows
 from ridgefill_compile.recurrences.retrace import retrace_with_operators
 from ridgefill_compile.report import GraphReport, remember
-from ridgefill_compile.selectors import count_of, parse_rows
+from ridgefill_compile.selectors import count_of_rows, parse_rows
 
 Compiled = Callable[..., Any]
 
@@ -113,6 +113,7 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
         options.tail,
         graph_report.filled,
         partial(compile_chunk, module, options),
+        partial(first_rows, options),
     )
 
 
@@ -219,8 +220,8 @@ def for_each_model(
         if options.route != "lossless":
             prefix = sizes.value(rows, inputs) - (graph_report.tail or 0)
             given = len(inputs[-1]) if len(inputs) > width else 0  # exact rows of a chunk
-            kept = sum(count_of(selector.share, prefix) for selector in selectors)
-            graph_report.rows_filled += prefix - given - kept
+            kept = given or count_of_rows(selectors, graph_report.first_rows, prefix)
+            graph_report.rows_filled += prefix - kept
         return compiled(*inputs)
 
     return run

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -63,6 +63,7 @@ class _Settings:
     held_out: int
     dtype: str
     cut: str
+    by_length: bool
 
     def __post_init__(self) -> None:
         if not self.splits or len(set(self.splits)) != len(self.splits):
@@ -86,6 +87,7 @@ class _Settings:
             "window": self.window,
             "stride": self.stride,
             "cut": self.cut,
+            "by_length": self.by_length,
             "held_out_documents": held_out,
             "model": model.key(),
             "tokenizer": tokenizer,
@@ -113,6 +115,7 @@ def calibrate(
     inner: str = "eager",
     dtype: str = "bfloat16",
     cut: str = INPUT,
+    by_length: bool = False,
     _collector: Callable[..., Collector] | None = None,
 ) -> RidgeMaps:
     """Fit the maps of a model on text.
@@ -143,6 +146,7 @@ def calibrate(
             tensors as stored.
         cut: what the maps predict of a late layer: its "input", or, to compare, the "projections" that its keys and
             values are made of (cheaper to fill with, and worse: the layer's norm no longer sets their scale).
+        by_length: weigh rows by their square length, as the paper does; else each alike (see `ridge.py`).
 
     Raises:
         OptionError: a bad argument, or a split that the model does not have.
@@ -154,7 +158,7 @@ def calibrate(
     if not isinstance(splits, int | Sequence):
         raise OptionError(f"splits must be a layer or a sequence of layers, not {splits!r}")
     layers = (splits,) if isinstance(splits, int) else tuple(splits)
-    settings = _Settings(layers, window, stride, tuple(map(float, penalties)), held_out, dtype, cut)
+    settings = _Settings(layers, window, stride, tuple(map(float, penalties)), held_out, dtype, cut, by_length)
     documents = read_documents(texts_or_batches, tokenizer)
     items = len(texts_or_batches) if isinstance(texts_or_batches, Sized) else None
     _check_weights(model)
@@ -207,6 +211,8 @@ class _Run:
     checkpoint: Checkpoint | None
     counts: Tensor | None = None
     """Of every token id, how often the documents hold it."""
+    starts: list[int] = field(default_factory=list)
+    """Which of the held-out rows begin a window."""
 
     def sum_documents(
         self, held: Sequence[Document], documents: Iterable[Document], earlier: SumsSoFar | None
@@ -264,6 +270,7 @@ class _Run:
                 self._check_splits()
                 spoilt = [layer for layer, value in found.items() if not value.isfinite().all()]
                 self._refuse_nonfinite(spoilt, document, at * settings.window, len(windows[at]))
+                self.starts.append(sum(len(value) for value in rows[settings.splits[0]]))
                 for layer, value in found.items():
                     rows[layer].append(value.to("cpu", torch.float32))
                 self.meter.add_rows(len(windows[at]))
@@ -273,7 +280,7 @@ class _Run:
         """The maps of one split, at its best penalty."""
         watch = partial(self.meter.layers, sums.split)
         widths = None if self.settings.cut == INPUT else self.collector.widths
-        return fit_split(sums, rows, self.settings.penalties, self.settings.dtype, watch, widths)
+        return fit_split(sums, rows, self.settings.penalties, self.settings.dtype, watch, widths, self.starts)
 
     def _check_splits(self) -> None:
         deepest = self.collector.layers - 2
@@ -306,7 +313,7 @@ def _make_collector(
     if factory is None:
         from ridgefill_compile.collect import StateCollector  # the compiler, wanted only when it runs
 
-        factory = partial(StateCollector, cut=settings.cut)
+        factory = partial(StateCollector, cut=settings.cut, by_length=settings.by_length)
     return factory(model, settings.splits, stride=settings.stride, inner=inner)
 
 

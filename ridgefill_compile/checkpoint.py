@@ -18,7 +18,7 @@ from ridgefill_compile.errors import CalibrationError, OptionError
 from ridgefill_compile.ridge import RidgeStatistics
 
 FILE = "calibration.safetensors"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass

@@ -113,6 +113,7 @@ def calibrate(
     held_out: Annotated[int, typer.Option(help="Texts that only choose the penalty.")] = 5,
     dtype: Annotated[str, typer.Option(help="Of the stored maps: bfloat16, float32 or int8.")] = "bfloat16",
     cut: Annotated[str, typer.Option(help="What maps predict of late layers: input or projections.")] = "input",
+    by_length: Annotated[bool, typer.Option(help="Weigh rows by their square length, as the paper does.")] = False,
     model_dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
     checkpoint: Annotated[Path | None, typer.Option(help="Folder to go on from. Default: beside --out.")] = None,
     as_json: Json = False,
@@ -138,6 +139,7 @@ def calibrate(
         held_out=held_out,
         dtype=dtype,
         cut=cut,
+        by_length=by_length,
         checkpoint=checkpoint or out.with_name(out.name + ".unfinished"),
     )
     maps.save(out)

@@ -39,6 +39,7 @@ class StateCollector:
         stride: rows 0, stride, 2 * stride, ... are taken.
         inner: compiler of the rewritten graph ("eager", "aot_eager" or "inductor").
         cut: what is predicted of late layers, one of `splitmaps.CUTS`.
+        by_length: every row has the weight 1, see `ridge.py`.
 
     Attributes:
         widths: layer -> widths of its projections, where they are predicted; known after the first call.
@@ -49,10 +50,16 @@ class StateCollector:
     """
 
     def __init__(
-        self, model: nn.Module, splits: Sequence[int], stride: int = 4, inner: str = "eager", cut: str = INPUT
+        self,
+        model: nn.Module,
+        splits: Sequence[int],
+        stride: int = 4,
+        inner: str = "eager",
+        cut: str = INPUT,
+        by_length: bool = False,
     ) -> None:
         self.model = model
-        self.cut = cut
+        self.cut, self.by_length = cut, by_length
         self.widths: dict[int, tuple[int, ...]] = {}
         self.splits = tuple(splits)
         self.stride = stride
@@ -81,19 +88,11 @@ class StateCollector:
     def sums(self, input_ids: Tensor) -> dict[int, RidgeStatistics]:
         """Sums over the taken rows of input_ids [batch, rows], for each split, in float64."""
         found = self._run(input_ids, rows=False)
-        count = float(input_ids.shape[0] * -(-input_ids.shape[1] // self.stride))
+        rows = input_ids.shape[0] * -(-input_ids.shape[1] // self.stride)
         statistics = {}
         for split in self.splits:
-            mine = {(extra.kind, extra.layer): value for extra, value in found if extra.split == split}
-            late = sorted(layer for kind, layer in mine if kind == "xy")
-            statistics[split] = RidgeStatistics(
-                split=split,
-                count=count,
-                sum_x=mine["sum_x", split],
-                xx=mine["xx", split],
-                sum_y={layer: mine["sum_y", layer] for layer in late},
-                xy={layer: mine["xy", layer] for layer in late},
-            )
+            mine = [value for extra, value in found if extra.of == split]
+            statistics[split] = RidgeStatistics.of_sums(split, rows, range(split + 1, self.layers), mine)
         return statistics
 
     def rows(self, input_ids: Tensor) -> dict[int, Tensor]:
@@ -101,7 +100,7 @@ class StateCollector:
 
         Behind an input stand the layer's projections, where they are predicted: [taken, d + widths].
         """
-        return {extra.layer: value for extra, value in self._run(input_ids, rows=True)}
+        return {extra.of: value for extra, value in self._run(input_ids, rows=True)}
 
     def _run(self, input_ids: Tensor, rows: bool) -> list[tuple[Extra, Tensor]]:
         self._values = []
@@ -124,7 +123,7 @@ class StateCollector:
             raise CannotFill("the model ran as several graphs", hint="remove what breaks the graph")
         check_late_states(captured.graph, located, min(self.splits))
         cuts = cuts_of(located, min(self.splits), self.cut) if self.cut != INPUT else ()
-        result, extras = accumulate(captured, located, self.splits, self.stride, rows, cuts)
+        result, extras = accumulate(captured, located, self.splits, self.stride, rows, cuts, self.by_length)
         self.located, self.widths = located, widths_of(cuts)
         self._extras = [e for e in self._extras if (e.kind == "rows") != rows] + extras
         compiled = inner_compiler(self.options)(expand(result), example_inputs)

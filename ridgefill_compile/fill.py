@@ -33,7 +33,7 @@ from ridgefill_compile.passes.terminal_state import StateCorrection, late_scans
 from ridgefill_compile.pieces import WHOLE
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
-from ridgefill_compile.selectors import Selector, count_of, parse_rows
+from ridgefill_compile.selectors import Selector, count_of_rows, parse_rows
 from ridgefill_compile.splitmaps import INPUT
 
 LEAST_GAIN = 1.02  # a fill that saves less than this share of multiply-adds is not worth its approximation
@@ -67,11 +67,13 @@ def fill_graph(
     fill = replace(choose_fill(located, options, example_inputs), correction=correction)
     if options.state_correction:
         fill = replace(fill, state_correction=state_correction(options, located, fill.split))
+    graph_report.continues = continues(located)
+    if chunk is None and not graph_report.continues:
+        fill = replace(fill, first_rows=first_rows(options))
     if chunk is not None:
         fill = of_chunk(fill, chunk)
         graph_report.tail = fill.tail
-    graph_report.split = fill.split
-    graph_report.continues = continues(located)
+    graph_report.split, graph_report.first_rows = fill.split, fill.first_rows
     run("check", lambda: _check(captured, located, fill))
     if correction:
         told = correction.told(attention_states(captured.graph, located, fill.split))
@@ -89,7 +91,7 @@ def fill_graph(
         graph_report.blocked = [describe_node(node) for node in blocked]
     run("cost", lambda: _count(graph_report, captured, result, fill.selectors))
     _count_layers(graph_report, located)
-    if fill.selectors:
+    if fill.selectors or fill.first_rows:
         result = run("attend", lambda: write_positions(result), before=result)
     result = expand(result)
     if chunk is None and options.eliminate and options.route != "oracle" and options.splice is None:
@@ -163,7 +165,7 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
     if maps is not None and options.route == "ridge":
         maps = maps.at(split)
         check_maps(maps, located, options, [x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-        return Fill("ridge", split, options.tail, maps, parse_rows(options.rows), tokens, cut=maps.cut)
+        return Fill("ridge", split, options.tail, maps, parse_rows(options.rows), tokens=tokens, cut=maps.cut)
     if located.tokens.op == "placeholder" and "inputs_embeds" not in located.tokens.meta.get(ARGUMENT, ""):
         raise CannotFill(
             "the graph begins in the middle of the model, so its layers cannot be numbered",
@@ -177,6 +179,17 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
         )
     cut = maps.cut if maps is not None and options.route == "oracle" else INPUT
     return Fill(options.route, split, options.tail, selectors=parse_rows(options.rows), tokens=tokens, cut=cut)
+
+
+def first_rows(options: Options) -> int:
+    """How many rows that begin a sequence stay exact: as the options say, else as the maps that predict rows do."""
+    if options.first_rows is not None:
+        return options.first_rows
+    if options.maps is None or options.route not in ("ridge", "identity"):
+        return 0
+    maps = load_maps(options.maps)
+    split = maps.split if options.split is None else options.split
+    return min(maps.at(split).first_rows, options.min_fill) if split in maps.splits else 0
 
 
 def check_maps(maps: RidgeMaps, located: Located, options: Options, parameters: list[torch.Tensor]) -> None:
@@ -321,7 +334,7 @@ def _count(
     exact, filled = multiply_adds(captured.graph), multiply_adds(result.graph)
     if graph_report.rows is not None and graph_report.tail is not None:
         prefix = graph_report.rows - graph_report.tail
-        graph_report.kept = sum(count_of(selector.share, prefix) for selector in selectors)
+        graph_report.kept = count_of_rows(selectors, graph_report.first_rows, prefix)
     sizes = values_of_sizes(result.graph)
     graph_report.formulas, graph_report.sizes = (exact, filled), sizes
     graph_report.multiply_adds_exact = int(exact.subs(sizes))

@@ -1,4 +1,4 @@
-"""From sums to maps: solve every penalty, score it on held-out rows, keep the best."""
+"""From sums to maps: solve every penalty, score it on held-out rows, keep the best; then look at the first rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from torch import Tensor
 from ridgefill_compile.ridge import RidgeSolver, RidgeStatistics
 from ridgefill_compile.splitmaps import SplitMaps, StoredMap, storage_dtype
 
+FIRST_ROWS = 4
+"""Rows kept exact where the first one is a sink: a text that begins with one token, and again with it, has more."""
+WELL_PREDICTED = 0.95
+"""A cosine that is good enough for a sink."""
+SINK = 10.0
+"""How many times the median length a sink has. Those seen in trained models have a hundred times and more."""
+
 
 def fit_split(
     sums: RidgeStatistics,
@@ -19,6 +26,7 @@ def fit_split(
     dtype: str,
     watch: Callable[[Sequence[int]], Iterable[int]] = iter,
     widths: Mapping[int, tuple[int, ...]] | None = None,
+    starts: Sequence[int] = (),
 ) -> SplitMaps:
     """The maps of one split, at the penalty with the highest held-out cosine; of equal ones, the largest.
 
@@ -30,6 +38,7 @@ def fit_split(
         dtype: of the stored maps, "bfloat16", "float32" or "int8"; they are scored as stored, not as solved.
         watch: passes the layers on, one at a time, to whoever shows progress.
         widths: layer -> the widths of its projections; None: its input is predicted.
+        starts: where among the held-out rows those are that begin a text.
 
     Returns:
         Maps on the CPU, with the figures that `SplitMaps` describes.
@@ -51,11 +60,31 @@ def fit_split(
         sums.split,
         {layer: _stored(solver, layer, best, dtype).cpu() for layer in sums.layers},
         penalty=best,
-        rows=sums.count,
+        rows=sums.rows,
         held_out=tried[best],
         penalty_cosines=mean,
         widths=widths,
+        first_rows=FIRST_ROWS if starts and first_rows_fail(solver, best, rows, starts) else 0,
     )
+
+
+def first_rows_fail(solver: RidgeSolver, penalty: float, rows: Mapping[int, Tensor], starts: Sequence[int]) -> bool:
+    """Whether the row that begins a text is a sink that no map predicts: far longer in the late layers than other rows
+    are, but not yet recognisable at the split. Every later row attends to it, so it has to be exact.
+    """
+    start = torch.zeros(len(next(iter(rows.values()))), dtype=torch.bool)
+    start[list(starts)] = True
+    x, longer, cosines = rows[solver.statistics.split], 0.0, []
+    for layer in solver.statistics.layers:
+        matrix, offset = (part.float().cpu() for part in solver.solve(layer, penalty))
+        y = rows[layer][:, -len(offset) :]
+        before_projections = rows[layer].shape[1] - len(offset)
+        length = torch.linalg.vector_norm(rows[layer][:, :before_projections] if before_projections else y, dim=1)
+        longer = max(longer, float(length[start].median() / length[~start].median()))
+        cosine = F.cosine_similarity(x[:, : matrix.shape[1]] @ matrix.T + offset, y, dim=1)
+        cosines.append(torch.stack([cosine[start].mean(), cosine[~start].mean()]))
+    first, others = torch.stack(cosines).median(0).values.tolist()
+    return bool(longer > SINK and first < min(others, WELL_PREDICTED))
 
 
 def _stored(solver: RidgeSolver, layer: int, penalty: float, dtype: str) -> StoredMap:

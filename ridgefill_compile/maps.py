@@ -140,6 +140,11 @@ class RidgeMaps:
         return self._default.norm
 
     @property
+    def first_rows(self) -> int:
+        """Rows at the beginning of a text that the maps do not predict, and that a fill keeps exact."""
+        return self._default.first_rows
+
+    @property
     def d_in(self) -> int:
         """Width of the split state."""
         return self._default.d_in

@@ -32,6 +32,8 @@ class Options:
             "identity" (the split state), "ridge" (its map), "oracle" (the true input).
         split: first late layer; layers `0..split-1` run exactly on every row. Default: the maps' own.
         tail: last prompt rows that run every layer exactly.
+        first_rows: first rows of each sequence to run every layer exactly, too, unless a cache holds earlier ones.
+            Default: as many as the maps say, for routes "ridge" and "identity".
         rows: what selects prefix rows to run every layer exactly, too: "pooled:0.1", or selectors (`selectors.py`).
         value_rescale: tail rows on which filled values are brought to the length of exact ones, per head; 0: none.
         key_rescale: the same for keys.
@@ -53,6 +55,7 @@ class Options:
     route: str = "ridge"
     split: int | None = None
     tail: int = 512
+    first_rows: int | None = None
     rows: Any = None
     value_rescale: int = 0
     key_rescale: int = 0
@@ -125,6 +128,14 @@ class Options:
             raise OptionError(f"route {self.route!r} needs a split: pass options={{'split': first_late_layer}}")
 
     def _check_rows(self) -> None:
+        if self.first_rows is not None:
+            _whole_number("first_rows", self.first_rows, 0)
+            if self.first_rows > self.min_fill:
+                raise OptionError(
+                    f"option 'first_rows' is {self.first_rows}, and 'min_fill' lets a prefix have {self.min_fill} rows"
+                )
+            if self.first_rows and self.route in ("exact", "lossless"):
+                raise OptionError(f"option 'first_rows' is about rows of a fill, and route {self.route!r} fills none")
         for selector in parse_rows(self.rows):
             if count_of(selector.share, self.min_fill) < 1:
                 raise OptionError(f"option 'rows': {selector.share} of min_fill = {self.min_fill} rows is no row")

@@ -8,6 +8,7 @@ length is said once:
 
 or around a chunk loop of one's own. A chunk before the tail is filled whole, one in the tail runs exactly, and in one
 that the tail begins in, its rows of the tail are exact. A chunk that is filled whole has no true logits: they are NaN.
+Where maps do not predict the first rows of a sequence, those are exact, and so is the last one of their chunk.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class InPieces:
         tail: exact rows at the prompt's end.
         filled: whether a whole prompt is filled, and so runs just its last `tail` rows exactly.
         compile_chunk: what is filled of a chunk (None: nothing), and the chunk's inputs -> the graph compiled so.
+        first_rows: how many rows that begin a sequence stay exact.
     """
 
     def __init__(
@@ -102,9 +104,12 @@ class InPieces:
         tail: int,
         filled: bool,
         compile_chunk: Callable[[str | None, Sequence[Any]], Compiled],
+        first_rows: Callable[[], int],
     ) -> None:
         self.tail, self.filled = tail, filled
-        self.compile_prompt, self.compile_chunk = compile_prompt, compile_chunk
+        self.compile_prompt, self.compile_chunk, self.first_rows = compile_prompt, compile_chunk, first_rows
+        names = [node.name for node in inputs_of(module.graph)]
+        self.masks = [place for place, name in enumerate(names) if "attention_mask" in name]
         self.sizes = Sizes(module)
         self.rows: IntLike = next(prompt_rows(module))
         self.graphs: dict[str | None, tuple[Compiled, list[Any]]] = {}
@@ -117,13 +122,26 @@ class InPieces:
         if prompt is None:
             return self.run(PROMPT, inputs)
         rows = self.sizes.value(self.rows, inputs)
-        filled = prompt.filled_rows(rows, self.tail)
+        done, filled = prompt.done, prompt.filled_rows(rows, self.tail)
         if filled == (rows - self.tail if self.filled else 0):
             return self.run(PROMPT, inputs)
-        if filled in (0, rows):
+        first = self.first_exact(inputs, rows, done, filled) if filled else 0
+        if filled in (0, rows) and not first:
             return self.run(WHOLE if filled else None, inputs)
         device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
-        return self.run(BEGINNING, (*inputs, torch.arange(filled, rows - 1, device=device)))
+        exact = [*range(first), *range(max(first, filled), rows - 1)]
+        return self.run(BEGINNING, (*inputs, torch.tensor(exact, dtype=torch.int64, device=device)))
+
+    def first_exact(self, inputs: Sequence[Any], rows: int, done: int, filled: int) -> int:
+        """How many of a chunk's first rows stay exact, since some sequence of the batch begins there."""
+        begins = 0
+        for place in self.masks:
+            mask = inputs[place]
+            if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+                if mask.shape[1] > done + rows:  # a former turn has begun it
+                    return 0
+                begins = int((mask == 0).long().cumprod(1).sum(1).max())
+        return min(max(begins + self.first_rows() - done, 0), filled) if self.first_rows() else 0
 
     def run(self, kind: str | None, inputs: Sequence[Any]) -> Any:
         """A prompt, or a chunk, on the graph for its kind, which is compiled when the first one comes by.

@@ -27,7 +27,8 @@ class GraphReport:
         rows: prompt rows the graph was traced with; None where no prompt was found.
         dynamic: whether it serves other row counts too.
         split, tail, layers: of the fill; None where the graph was not analysed.
-        kept: prefix rows that selectors keep exact, at `rows`.
+        first_rows: rows that begin a sequence and are kept exact.
+        kept: prefix rows that are kept exact, those and the ones that selectors choose, at `rows`.
         continues: whether it goes on with a cache of earlier rows, a former turn's, say.
         rows_filled: filled so far, by all runs of the graph; rows of one sequence of a batch.
         multiply_adds_exact, multiply_adds_filled: per run, at `rows` and the traced batch.
@@ -51,6 +52,7 @@ class GraphReport:
     split: int | None = None
     tail: int | None = None
     layers: int | None = None
+    first_rows: int = 0
     kept: int = 0
     continues: bool = False
     rows_filled: int = 0
@@ -124,7 +126,7 @@ def _lines(graphs: Iterable[GraphReport]) -> Iterator[str]:
         line = f"graph {number}: {what}, {length}{' (any length)' if graph.dynamic else ''}: {graph.reason}"
         if graph.filled and graph.split is not None:
             line += f"; split {graph.split} of {graph.layers}, tail {graph.tail}, route {graph.route}"
-            line += f", {graph.kept} selected rows exact" if graph.kept else ""
+            line += f", {graph.kept} rows of the prefix exact" if graph.kept else ""
         if graph.filled:
             line += f"; multiply-adds {graph.multiply_adds_exact:.3g} -> {graph.multiply_adds_filled:.3g}"
         if graph.filled and graph.route != "oracle":

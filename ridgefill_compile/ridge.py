@@ -1,19 +1,24 @@
 """Ridge regression in closed form: the sums that calibration keeps, and one solver for every penalty.
 
-A map predicts the input `y` of a late layer from the split state `x`. Over `n` rows,
+A map predicts the input `y` of a late layer from the split state `x`. Over rows `t` of weights `w`,
 
-    min_{A,b}  Σ_t ||y_t - (A x_t + b)||² + α ||A||²_F           α = penalty · tr(Xᶜᵀ Xᶜ) / d_in
-    A = Yᶜᵀ Xᶜ (Xᶜᵀ Xᶜ + α I)⁻¹      b = μ_y - A μ_x             ᶜ: centred; the offset is not penalised
+    min_{A,b}  Σ_t w_t ||y_t - (A x_t + b)||² + α ||A||²_F       α = penalty · tr(Xᶜᵀ W Xᶜ) / d_in
+    A = Yᶜᵀ W Xᶜ (Xᶜᵀ W Xᶜ + α I)⁻¹      b = μ_y - A μ_x         ᶜ: centred; the offset is not penalised
 
-Only the sums `n, Σx, XᵀX, Σy, XᵀY` are needed, so memory does not grow with the rows, and sums of
+Only the sums `Σw, Σwx, XᵀWX, Σwy, XᵀWY` are needed, so memory does not grow with the rows, and sums of
 different texts add. Everything is float64: centring subtracts nearly equal numbers
-(`Xᶜᵀ Xᶜ = XᵀX - n μ_x μ_xᵀ`), which a residual stream with its few huge channels would not survive in
+(`Xᶜᵀ W Xᶜ = XᵀWX - Σw μ_x μ_xᵀ`), which a residual stream with its few huge channels would not survive in
 float32.
+
+The weight of a row is 1 over its mean square length in the late layers. The paper's is 1, so that a row counts by its
+square length. But some models have a layer that makes the first row of every text over a hundred times as long as any
+other (an attention sink): 28,000 other rows then weigh no more than it does, and a map across that layer fits it alone.
+A late layer's norm takes lengths away anyway: what it reads of a row is off by the error over the length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,21 +29,41 @@ from ridgefill_compile.errors import CalibrationError
 DEFAULT_PENALTIES: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 
 
+def weighted_sums(x: Tensor, y: Sequence[Tensor], by_length: bool = False) -> list[Tensor]:
+    """`Σw, Σwx, XᵀWX`, and of each late layer `Σwy, XᵀWY`; plain torch, for it is written into graphs, too.
+
+    Args:
+        x: split state, `[rows, d_in]` float64.
+        y: what is predicted of each late layer, `[rows, d_out]` float64.
+        by_length: every row has the weight 1.
+    """
+    square = torch.stack([rows.square().sum(1) for rows in y]).mean(0)
+    # Of a row of zeros there is nothing to learn; one with a NaN spoils the sums of its own layer alone.
+    weights = torch.ones_like(square) if by_length else square.reciprocal().masked_fill(~(square > 0), 0)
+    weighted = (x * weights[:, None]).T
+    sums = [weights.sum(), weighted.sum(1), weighted @ x]
+    for rows in y:
+        sums += [weights @ rows, weighted @ rows]
+    return sums
+
+
 @dataclass(eq=False)
 class RidgeStatistics:
     """Sums over rows from which the maps of one split are solved. All tensors are float64, on one device.
 
     Attributes:
         split: first late layer; `x` is the residual stream that enters it.
-        count: rows summed; a float, because a weighted mixture need not hold a whole number of them.
-        sum_x: `Σ x`, `[d_in]`.
-        xx: `Σ x xᵀ`, `[d_in, d_in]`.
-        sum_y: late layer -> `Σ y`, `[d_out]`.
-        xy: late layer -> `Σ x yᵀ`, `[d_in, d_out]`.
+        rows: how many were summed; a float, because a weighted mixture need not hold a whole number of them.
+        weight: `Σ w`.
+        sum_x: `Σ w x`, `[d_in]`.
+        xx: `Σ w x xᵀ`, `[d_in, d_in]`.
+        sum_y: late layer -> `Σ w y`, `[d_out]`.
+        xy: late layer -> `Σ w x yᵀ`, `[d_in, d_out]`.
     """
 
     split: int
-    count: float
+    rows: float
+    weight: float
     sum_x: Tensor
     xx: Tensor
     sum_y: dict[int, Tensor]
@@ -58,24 +83,34 @@ class RidgeStatistics:
             raise CalibrationError(f"sums of split {self.split} must be float64")
 
     @classmethod
-    def from_rows(cls, split: int, x: Tensor, y: Mapping[int, Tensor]) -> RidgeStatistics:
-        """The sums of `x` `[rows, d_in]` and, per late layer, `y` `[rows, d_out]`, of any float dtype."""
-        x = x.double()
-        y = {layer: rows.double() for layer, rows in y.items()}
+    def from_rows(cls, split: int, x: Tensor, y: Mapping[int, Tensor], by_length: bool = False) -> RidgeStatistics:
+        """The sums of `x` `[rows, d_in]` and, per late layer, `y` `[rows, d_out]`, of any float dtype.
+
+        `by_length`: the paper's, in which every row has the weight 1.
+        """
+        late = sorted(y)
+        sums = weighted_sums(x.double(), [y[layer].double() for layer in late], by_length)
+        return cls.of_sums(split, x.shape[0], late, sums)
+
+    @classmethod
+    def of_sums(cls, split: int, rows: int, late: Sequence[int], sums: Sequence[Tensor]) -> RidgeStatistics:
+        """Of what `weighted_sums` gave for some rows and, in this order, late layers."""
         return cls(
             split=split,
-            count=float(x.shape[0]),
-            sum_x=x.sum(0),
-            xx=x.T @ x,
-            sum_y={layer: rows.sum(0) for layer, rows in y.items()},
-            xy={layer: x.T @ rows for layer, rows in y.items()},
+            rows=float(rows),
+            weight=float(sums[0]),
+            sum_x=sums[1],
+            xx=sums[2],
+            sum_y=dict(zip(late, sums[3::2], strict=True)),
+            xy=dict(zip(late, sums[4::2], strict=True)),
         )
 
     def zeros_like(self) -> RidgeStatistics:
         """Sums over no rows, with the same split, layers, widths and device."""
         return RidgeStatistics(
             split=self.split,
-            count=0.0,
+            rows=0.0,
+            weight=0.0,
             sum_x=torch.zeros_like(self.sum_x),
             xx=torch.zeros_like(self.xx),
             sum_y={layer: torch.zeros_like(total) for layer, total in self.sum_y.items()},
@@ -91,7 +126,7 @@ class RidgeStatistics:
         """Add `weight` times another text's sums, in place.
 
         To give `other` a share `s` of a mixture, whatever the row counts are:
-        `weight = s / (1 - s) · self.count / other.count`.
+        `weight = s / (1 - s) · self.weight / other.weight`.
 
         Raises:
             CalibrationError: the other sums are of another split, other layers or other widths.
@@ -100,7 +135,8 @@ class RidgeStatistics:
         same = self.split == other.split and mine.keys() == theirs.keys()
         if not same or any(mine[name].shape != theirs[name].shape for name in mine):
             raise CalibrationError(f"cannot add sums of {_describe(other)} to sums of {_describe(self)}")
-        self.count += weight * other.count
+        self.rows += weight * other.rows
+        self.weight += weight * other.weight
         for name, total in mine.items():
             total.add_(theirs[name].to(total.device), alpha=weight)
 
@@ -118,7 +154,8 @@ class RidgeStatistics:
         """A flat dict for storage, of the sums' own tensors; `from_tensors` is its inverse."""
         scalars = {
             "split": torch.tensor(self.split, dtype=torch.int64),
-            "count": torch.tensor(self.count, dtype=torch.float64),
+            "rows": torch.tensor(self.rows, dtype=torch.float64),
+            "weight": torch.tensor(self.weight, dtype=torch.float64),
         }
         return scalars | self._tensors()
 
@@ -138,7 +175,8 @@ class RidgeStatistics:
                     {"sum_y": sum_y, "xy": xy}[kind][int(layer)] = tensor
             return cls(
                 split=int(tensors["split"]),
-                count=float(tensors["count"]),
+                rows=float(tensors["rows"]),
+                weight=float(tensors["weight"]),
                 sum_x=tensors["sum_x"],
                 xx=tensors["xx"],
                 sum_y=sum_y,
@@ -173,12 +211,12 @@ class RidgeSolver:
     """
 
     def __init__(self, statistics: RidgeStatistics) -> None:
-        if not statistics.count > 0:
+        if not statistics.weight > 0:
             raise CalibrationError(f"no rows were summed for split {statistics.split}")
         if not all(bool(tensor.isfinite().all()) for tensor in statistics._tensors().values()):
             raise CalibrationError(f"sums of split {statistics.split} are not finite")
         self.statistics = statistics
-        self._mean_x = statistics.sum_x / statistics.count
+        self._mean_x = statistics.sum_x / statistics.weight
         scatter = statistics.xx - torch.outer(statistics.sum_x, self._mean_x)
         scatter = (scatter + scatter.T) / 2
         values, self._vectors = torch.linalg.eigh(scatter)
@@ -213,7 +251,7 @@ class RidgeSolver:
         damped = self._values + penalty * self._mean_value
         shrunk = torch.where(damped > self._noise, 1 / damped, 0.0)
         matrix = (self._vectors @ (shrunk[:, None] * self._project(layer))).T.contiguous()
-        offset = self.statistics.sum_y[layer] / self.statistics.count - matrix @ self._mean_x
+        offset = self.statistics.sum_y[layer] / self.statistics.weight - matrix @ self._mean_x
         return matrix, offset
 
     def _project(self, layer: int) -> Tensor:

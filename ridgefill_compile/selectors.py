@@ -390,24 +390,42 @@ def _parse_part(part: str) -> Sequence[Selector]:
     return [Random(share, seed)] if name == "random" else SELECTORS[name](share)
 
 
-def choose(prompt: Prompt, selectors: Sequence[Selector]) -> Tensor:
-    """Positions of the rows to keep, int64 [batch, count], ascending."""
+def choose(prompt: Prompt, selectors: Sequence[Selector], first_rows: int = 0) -> Tensor:
+    """Positions of the rows to keep, int64 [batch, count], ascending: the first ones of each sequence, and those that
+    selectors choose of the others.
+    """
     taken = torch.zeros(prompt.batch, prompt.prefix, dtype=torch.bool, device=prompt.device)
     if prompt.valid is not None:
         invalid = prompt.valid[:, : prompt.prefix].logical_not()
     parts: list[Tensor] = []
-    share = 0.0
+    if first_rows:
+        parts.append(first_of(prompt, first_rows))
+        taken = taken.scatter(1, parts[0], True)
+    share, rest = 0.0, prompt.prefix - first_rows
     for selector in selectors:
         scores = selector.scores(prompt).double().nan_to_num(-1e299, neginf=-1e299)
         if prompt.valid is not None:
             scores = scores.masked_fill(invalid, -1e300)  # before rows that are taken: a row is kept once
         scores = scores.masked_fill(taken, -torch.inf)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
-        before, share = count_of(share, prompt.prefix), share + selector.share
-        part = order[:, : count_of(share, prompt.prefix) - before]  # rounded once: halves of an odd prefix are no more
+        before, share = count_of(share, rest), share + selector.share
+        part = order[:, : count_of(share, rest) - before]  # rounded once: halves of an odd prefix are no more
         taken = taken.scatter(1, part, True)
         parts.append(part)
     return torch.cat(parts, -1).sort(-1).values
+
+
+def first_of(prompt: Prompt, count: int) -> Tensor:
+    """Positions of the first rows of each sequence that are not padding, int64 [batch, count]."""
+    row = torch.arange(count, device=prompt.device).expand(prompt.batch, -1)
+    if prompt.valid is None:
+        return row
+    return row + prompt.valid[:, : prompt.prefix - count].logical_not().long().cumprod(1).sum(1, keepdim=True)
+
+
+def count_of_rows(selectors: Sequence[Selector], first_rows: int, prefix: int) -> int:
+    """How many rows `choose` keeps of a prefix; symbolic if `prefix` is."""
+    return first_rows + count_of(sum(selector.share for selector in selectors), prefix - first_rows)
 
 
 def count_of(share: float, prefix: int) -> int:

@@ -83,6 +83,7 @@ class SplitMaps:
             those are predicted: a matrix holds the rows of the first one, below them those of the second, ...
             Empty where it is the layer's input that is predicted.
         norm: maps read `x / sqrt(mean(x²) + norm)`; None: they read `x` itself.
+        first_rows: rows at the beginning of a text that they do not predict, and that a fill keeps exact.
         states: late layer -> float32 `[heads, key, value]`: the mean over prompts of its recurrence's exact state minus
             the filled one. Empty where they were not calibrated.
     """
@@ -97,6 +98,7 @@ class SplitMaps:
     scales: Mapping[int, Tensor] = field(default_factory=dict)
     widths: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     norm: float | None = None
+    first_rows: int = 0
     states: Mapping[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -184,6 +186,7 @@ class SplitMaps:
             penalty_cosines=dict(record["penalty_cosines"]),
             widths={int(layer): tuple(widths) for layer, widths in record.get("widths", {}).items()},
             norm=record.get("norm"),
+            first_rows=int(record.get("first_rows", 0)),
             states={int(layer): tensors[f"{layer}.state"] for layer in states},
         )
 
@@ -237,6 +240,7 @@ class SplitMaps:
             penalty_cosines=self.penalty_cosines,
             widths=self.widths,
             norm=self.norm,
+            first_rows=self.first_rows,
             states=self.states,
         )
 
@@ -253,6 +257,7 @@ class SplitMaps:
             "penalty_cosines": list(map(list, self.penalty_cosines.items())),
             "cut": self.cut,
             "norm": self.norm,
+            "first_rows": self.first_rows,
         }
         if self.widths:
             record["widths"] = {str(layer): list(widths) for layer, widths in self.widths.items()}

@@ -157,7 +157,7 @@ class TestFit:
         for split in (1, 3):
             sums = sums_of(documents(start=5), split, Decoder())
             part = maps.at(split)
-            assert part.rows == sums.count
+            assert part.rows == sums.rows
             for layer in part.layers:
                 matrix, offset = RidgeSolver(sums).solve(layer, part.penalty)
                 torch.testing.assert_close(part.matrix(layer), matrix.float(), rtol=1e-5, atol=1e-6)

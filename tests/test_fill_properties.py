@@ -72,11 +72,10 @@ def by_definition(
     """The method on the plain module: late layers read predictions on the prefix, but for rows that are selected, and
     only those and tail rows go on.
     """
-    exact = (
-        choose(Prompt(case.batch, case.rows, case.rows - case.tail, ids.device), parse_rows(case.selected))
-        if case.selected
-        else None
-    )
+    exact = None
+    if case.selected or case.first_rows:
+        prompt = Prompt(case.batch, case.rows, case.rows - case.tail, ids.device)
+        exact = choose(prompt, parse_rows(case.selected), case.first_rows)
     blocks: Any = decoder.blocks
     kept: list[States] = []
     with torch.no_grad():
@@ -125,7 +124,7 @@ def check(case: FillCase, ways: Ways, found: Mapping[str, Sequence[Tensor]], ids
 @given(case=cases(), data=st.data())
 def test_every_way_is_what_it_is_defined_to_be(case: FillCase, data: st.DataObject) -> None:
     keep = data.draw(st.integers(1, case.tail), label="logits_to_keep")
-    ways = Ways(split=case.split, tail=case.tail, selectors=parse_rows(case.selected))
+    ways = Ways(split=case.split, tail=case.tail, selectors=parse_rows(case.selected), first_rows=case.first_rows)
     ways.ways = {**ways.ways, "identity": ("identity", True)}
     torch._dynamo.reset()
     fast = torch.compile(case.decoder(), backend=ways)
@@ -136,10 +135,10 @@ def test_every_way_is_what_it_is_defined_to_be(case: FillCase, data: st.DataObje
 @given(case=cases(pads=0), data=st.data())
 def test_at_any_length(case: FillCase, data: st.DataObject) -> None:
     """Traced with symbolic rows, run on others: twice the rows, and hardly more than the tail."""
-    ways = Ways(split=case.split, tail=case.tail, selectors=parse_rows(case.selected))
+    ways = Ways(split=case.split, tail=case.tail, selectors=parse_rows(case.selected), first_rows=case.first_rows)
     torch._dynamo.reset()
     fast = torch.compile(case.decoder(), backend=ways)
-    for rows in (case.rows, data.draw(st.integers(case.tail + 1, 2 * case.rows), label="rows")):
+    for rows in (case.rows, data.draw(st.integers(case.tail + max(1, case.first_rows), 2 * case.rows), label="rows")):
         other = dataclasses.replace(case, rows=rows)
         ids = other.ids()
         torch._dynamo.maybe_mark_dynamic(ids, 1)
@@ -151,7 +150,7 @@ def test_at_any_length(case: FillCase, data: st.DataObject) -> None:
 def test_no_fill_is_a_tail_that_sees_itself_only(case: FillCase) -> None:
     if case.config.positions == "alibi":
         case = dataclasses.replace(case, config=dataclasses.replace(case.config, positions="rotary"))
-    case = dataclasses.replace(case, selected=None)
+    case = dataclasses.replace(case, selected=None, first_rows=0)
     ways = Ways(split=case.split, tail=case.tail, ways={"none": ("none", True)})
     torch._dynamo.reset()
     fast = torch.compile(case.decoder(), backend=ways)

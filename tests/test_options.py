@@ -46,6 +46,12 @@ FINE: dict[str, Any] = {"route": "identity", "split": 1}
             {"state_correction": 1, "route": "oracle", "maps": "maps", "min_fill": 63},
             "whole tiles of 64 filled rows: 'min_fill' must be at least 64, not 63",
         ),
+        ({"first_rows": -1}, "option 'first_rows' must be a whole number of at least 0, not -1"),
+        ({"first_rows": 9, "min_fill": 8}, "option 'first_rows' is 9, and 'min_fill' lets a prefix have 8 rows"),
+        (
+            {"first_rows": 1, "route": "lossless"},
+            "option 'first_rows' is about rows of a fill, .* 'lossless' fills none",
+        ),
         ({"splice": "queries"}, "option 'splice' must be one of 'keys', 'values', 'both', 'key_norms', not 'queries'"),
         ({"splice": "keys", "route": "none"}, "option 'splice' corrects filled states, and route 'none' has none"),
         ({"value_rescale": 8, "route": "lossless"}, "option 'value_rescale' corrects filled states, .* 'lossless'"),

@@ -80,6 +80,31 @@ def test_chunks_differ_from_an_exact_prefill() -> None:
     assert worst([exact["3.keys"]], [filled["3.keys"]]) > 1e-2
 
 
+@pytest.mark.parametrize("cuts", [(50, 40, 30), (5, 3, 82, 30), (100, 20)], ids=str)
+def test_first_rows_of_a_sequence_are_exact(cuts: Sequence[int]) -> None:
+    """Wherever the first chunk ends, and in the padded sequence, whose first rows are others."""
+    model, ids, begins = FILLED["llama"].build(), token_ids(rows=ROWS, batch=2), 6
+    mask = torch.ones_like(ids)
+    mask[0, :begins] = 0
+    exact = states_of(at_once(model, ids, attention_mask=mask))
+    whole = states_of(at_once(compiled(model, first_rows=3), ids, attention_mask=mask))
+    fast, cache, done = compiled(model, first_rows=3), None, 0
+    with torch.no_grad(), prompt_length(ROWS), torch._dynamo.config.patch(recompile_limit=64):
+        for rows in cuts:
+            end = done + rows
+            given = {} if cache is None else {"past_key_values": cache}
+            call = {"attention_mask": mask[:, :end], "use_cache": True, "logits_to_keep": 1}
+            cache, done = cache_of(fast(ids[:, done:end], **call, **given)), end
+    found = states_of({"cache": cache})
+    for name, state in found.items():
+        for sequence, start in ((0, begins), (1, 0)):
+            first = state[sequence, :, start : start + 3]
+            assert worst([exact[name][sequence, :, start : start + 3]], [first]) < 1e-5
+            assert worst([whole[name][sequence, :, start : start + 3]], [first]) < 1e-5
+        if int(name[0]) > 3:
+            assert worst([exact[name][:, :, 20:60]], [state[:, :, 20:60]]) > 1e-2
+
+
 def test_a_chunk_without_true_logits_has_none() -> None:
     """Logits of a chunk that is filled whole are NaN; those of later ones are numbers."""
     outputs = in_pieces(compiled(FILLED["llama"].build()), token_ids(rows=ROWS), (50, 40, 30))

@@ -186,5 +186,5 @@ def test_selected_and_formerly_filled_rows_are_told() -> None:
         (10, 30, False),
         (5, 15, True),
     ]
-    assert "10 selected rows exact" in str(found)
+    assert "10 rows of the prefix exact" in str(found)
     assert "rows of earlier prompts, of which up to 30 are filled" in str(found)

@@ -22,20 +22,23 @@ def rows_of(seed: int, rows: int, d_in: int, d_out: int) -> tuple[Tensor, Tensor
     return x, y + torch.randn(rows, d_out, generator=generator, dtype=torch.float64) - 7
 
 
-def fitted(x: Tensor, y: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
-    return RidgeSolver(RidgeStatistics.from_rows(SPLIT, x, {LATE: y})).solve(LATE, penalty)
+def fitted(x: Tensor, y: Tensor, penalty: float, by_length: bool = True) -> tuple[Tensor, Tensor]:
+    return RidgeSolver(RidgeStatistics.from_rows(SPLIT, x, {LATE: y}, by_length)).solve(LATE, penalty)
 
 
-def reference(x: Tensor, y: Tensor, penalty: float) -> tuple[np.ndarray, np.ndarray]:
+def reference(x: Tensor, y: Tensor, penalty: float, weights: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The definition, minimised as least squares over all unknowns, with the penalty as further rows.
 
     No centring, no normal equations: the offset belongs to a column of ones that the penalty skips.
     """
     rows, d_in = x.shape
-    centred = x - x.mean(0)
-    alpha = penalty * float((centred * centred).sum()) / d_in
-    left = np.block([[x.numpy(), np.ones((rows, 1))], [np.sqrt(alpha) * np.eye(d_in), np.zeros((d_in, 1))]])
-    right = np.concatenate([y.numpy(), np.zeros((d_in, y.shape[1]))])
+    root = weights.sqrt().numpy()[:, None]
+    centred = x - (weights @ x) / weights.sum()
+    alpha = penalty * float(weights @ (centred * centred).sum(1)) / d_in
+    left = np.block(
+        [[root * x.numpy(), root * np.ones((rows, 1))], [np.sqrt(alpha) * np.eye(d_in), np.zeros((d_in, 1))]]
+    )
+    right = np.concatenate([root * y.numpy(), np.zeros((d_in, y.shape[1]))])
     solution = np.linalg.lstsq(left, right, rcond=None)[0]
     return solution[:-1].T, solution[-1]
 
@@ -46,11 +49,13 @@ def reference(x: Tensor, y: Tensor, penalty: float) -> tuple[np.ndarray, np.ndar
     d_in=st.integers(1, 12),
     d_out=st.integers(1, 9),
     penalty=st.sampled_from((*DEFAULT_PENALTIES, 10.0)),
+    by_length=st.booleans(),
 )
-def test_solution_is_the_minimum_of_the_definition(seed, rows, d_in, d_out, penalty):
+def test_solution_is_the_minimum_of_the_definition(seed, rows, d_in, d_out, penalty, by_length):
     x, y = rows_of(seed, rows, d_in, d_out)
-    matrix, offset = fitted(x, y, penalty)
-    expected_matrix, expected_offset = reference(x, y, penalty)
+    weights = torch.ones(rows, dtype=torch.float64) if by_length else 1 / y.square().sum(1)
+    matrix, offset = fitted(x, y, penalty, by_length)
+    expected_matrix, expected_offset = reference(x, y, penalty, weights)
     if rows > 1:  # one row has no variance, hence no penalty: the reference is then free to choose
         np.testing.assert_allclose(matrix.numpy(), expected_matrix, rtol=1e-6, atol=1e-7)
         np.testing.assert_allclose(offset.numpy(), expected_offset, rtol=1e-6, atol=1e-5)
@@ -66,7 +71,7 @@ def test_one_decomposition_serves_every_penalty_in_any_order():
     z = y.flip(1) * 2
     solver = RidgeSolver(RidgeStatistics.from_rows(SPLIT, x, {LATE: y, LATE + 1: z}))
     for layer, penalty in [(LATE, 0.1), (LATE + 1, 0.1), (LATE, 1e-3), (LATE + 1, 3.0), (LATE, 0.1)]:
-        expected, _ = reference(x, y if layer == LATE else z, penalty)
+        expected, _ = reference(x, y if layer == LATE else z, penalty, 2 / (y.square() + z.square()).sum(1))
         np.testing.assert_allclose(solver.solve(layer, penalty)[0].numpy(), expected, rtol=1e-6, atol=1e-8)
 
 
@@ -103,6 +108,29 @@ def test_huge_channels_do_not_drown_the_others():
     truth = torch.randn(6, 24, dtype=torch.float64)
     solved, _ = fitted(x, x @ truth.T + 5, penalty=0)
     torch.testing.assert_close(solved, truth, rtol=1e-5, atol=1e-5)
+
+
+def test_one_long_row_does_not_drown_the_others():
+    """Its target has nothing to do with its state, and is 200 times as long: an attention sink."""
+    x, _ = rows_of(4, 400, 24, 1)
+    truth = torch.randn(6, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = x @ truth.T + 5
+    y[7] = 200 * y.norm(dim=1).median() * torch.eye(6, dtype=torch.float64)[0]
+    errors = {}
+    for by_length in (False, True):
+        solved, offset = fitted(x, y, 0, by_length)
+        others = torch.arange(400) != 7
+        errors[by_length] = float((x @ solved.T + offset - y)[others].norm() / y[others].norm())
+    assert errors[False] < 0.01
+    assert errors[True] > 0.5
+
+
+def test_a_row_of_zeros_changes_nothing():
+    x, y = rows_of(6, 40, 5, 3)
+    y[11] = 0
+    rest = torch.arange(40) != 11
+    for got, expected in zip(fitted(x, y, 0.1, False), fitted(x[rest], y[rest], 0.1, False), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 class TestDegenerate:
@@ -152,8 +180,10 @@ class TestSums:
         x, y = rows_of(seed, 30, 4, 3)
         total = RidgeStatistics.from_rows(SPLIT, x[:cut], {LATE: y[:cut]})
         total.add(RidgeStatistics.from_rows(SPLIT, x[cut:], {LATE: y[cut:]}), weight)
-        weights = torch.tensor([1.0] * cut + [weight] * (30 - cut), dtype=torch.float64)[:, None]
-        assert total.count == pytest.approx(float(weights.sum()))
+        times = torch.tensor([1.0] * cut + [weight] * (30 - cut), dtype=torch.float64)[:, None]
+        weights = times / y.square().sum(1, keepdim=True)
+        assert total.rows == pytest.approx(float(times.sum()))
+        assert total.weight == pytest.approx(float(weights.sum()))
         torch.testing.assert_close(total.sum_x, (weights * x).sum(0))
         torch.testing.assert_close(total.xx, x.T @ (weights * x))
         torch.testing.assert_close(total.sum_y[LATE], (weights * y).sum(0))
@@ -163,7 +193,7 @@ class TestSums:
         x, y = rows_of(8, 30, 4, 3)
         total = RidgeStatistics.from_rows(SPLIT, x[:10], {LATE: y[:10]})
         total.add(RidgeStatistics.from_rows(SPLIT, x[10:], {LATE: y[10:]}), weight=2)
-        repeated = fitted(torch.cat([x, x[10:]]), torch.cat([y, y[10:]]), 0.03)
+        repeated = fitted(torch.cat([x, x[10:]]), torch.cat([y, y[10:]]), 0.03, by_length=False)
         for got, expected in zip(RidgeSolver(total).solve(LATE, 0.03), repeated, strict=True):
             torch.testing.assert_close(got, expected)
 
@@ -176,11 +206,12 @@ class TestSums:
         total.add(part, 2)
         for name, tensor in part.to_tensors().items():
             assert torch.equal(tensor, before[name])
-        assert total.count == 24
+        assert total.rows == 24
+        assert total.weight == pytest.approx(3 * part.weight)
 
     def test_low_precision_rows_are_summed_in_double(self):
         x = torch.full((4096, 1), 1.0009765625, dtype=torch.float32)
-        total = RidgeStatistics.from_rows(SPLIT, x, {LATE: x.bfloat16()})
+        total = RidgeStatistics.from_rows(SPLIT, x, {LATE: x.bfloat16()}, by_length=True)
         assert total.sum_x.item() == 4096 * 1.0009765625
         assert total.xy[LATE].dtype == torch.float64
 
@@ -201,11 +232,12 @@ class TestSums:
         total = RidgeStatistics.from_rows(SPLIT, x, {LATE: y, LATE + 6: y[:, :2]})
         tensors = total.to_tensors()
         again = RidgeStatistics.from_tensors(tensors)
-        assert (again.split, again.count, again.layers) == (SPLIT, 8.0, (LATE, LATE + 6))
+        assert (again.split, again.rows, again.weight) == (SPLIT, 8.0, total.weight)
+        assert again.layers == (LATE, LATE + 6)
         assert again.to_tensors().keys() == tensors.keys()
         assert all(torch.equal(again.to_tensors()[name], tensor) for name, tensor in tensors.items())
 
-    @pytest.mark.parametrize("missing", ["split", "count", "sum_x", "xx", f"sum_y.{LATE}", f"xy.{LATE}"])
+    @pytest.mark.parametrize("missing", ["split", "rows", "weight", "sum_x", "xx", f"sum_y.{LATE}", f"xy.{LATE}"])
     def test_storage_with_a_part_missing_is_refused(self, missing):
         x, y = rows_of(12, 8, 4, 3)
         tensors = RidgeStatistics.from_rows(SPLIT, x, {LATE: y}).to_tensors()

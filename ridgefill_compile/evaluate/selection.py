@@ -26,7 +26,9 @@ class _Selected(Exception):
         self.positions = positions
 
 
-def selection(model: Any, split: int, tail: int, rows: Mapping[str, Any]) -> Callable[[Tensor], dict[str, Tensor]]:
+def selection(
+    model: Any, split: int, tail: int, rows: Mapping[str, Any], first_rows: int = 0
+) -> Callable[[Tensor], dict[str, Tensor]]:
     """A function of ids [1, N]: the positions that each of some selectors chooses, int64 [count] by name, ascending.
 
     They are those of a fill with the same split and tail, computed by the same pass. Compiled when first called.
@@ -36,6 +38,7 @@ def selection(model: Any, split: int, tail: int, rows: Mapping[str, Any]) -> Cal
         split: first late layer.
         tail: last prompt rows, which are not to choose from.
         rows: name -> what option `rows` takes. Selectors that read the ids' table or late layers are not for this.
+        first_rows: rows that begin the sequence and are kept whatever selectors choose.
 
     Raises:
         OptionError: `rows` holds what is no selector.
@@ -43,7 +46,7 @@ def selection(model: Any, split: int, tail: int, rows: Mapping[str, Any]) -> Cal
     selectors = {name: parse_rows(spec) for name, spec in rows.items()}
 
     def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        selecting = _selecting(capture(module), split, tail, list(selectors.values()))
+        selecting = _selecting(capture(module), split, tail, list(selectors.values()), first_rows)
 
         def run(*inputs: Any) -> Any:
             raise _Selected(selecting(*inputs))
@@ -64,7 +67,7 @@ def selection(model: Any, split: int, tail: int, rows: Mapping[str, Any]) -> Cal
 
 
 def _selecting(
-    captured: GraphModule, split: int, tail: int, selectors: Sequence[Sequence[Selector]]
+    captured: GraphModule, split: int, tail: int, selectors: Sequence[Sequence[Selector]], first_rows: int
 ) -> Callable[..., Any]:
     """A captured graph that returns positions, and computes no more than they need."""
     located = locate(captured.graph)
@@ -73,7 +76,7 @@ def _selecting(
     emit = Emitter(result.graph, fake_mode_of(result.graph))
     for node in inputs_of(result.graph):
         emit.know(node)
-    found = [select_rows(emit, copies, located, split, tail, each) for each in selectors]
+    found = [select_rows(emit, copies, located, split, tail, each, first_rows=first_rows) for each in selectors]
     result.graph.output_node().args = (tuple(found),)
     result.graph.eliminate_dead_code()
     result.recompile()

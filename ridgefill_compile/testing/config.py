@@ -118,6 +118,7 @@ class Routing(_ShortRepr):
         pads: rows of left padding before the first prompt of the batch; fewer than `rows`.
         route: what prefix rows of late layers read (see the option of that name).
         selected: prefix rows that stay exact, as the option `rows` has them; None: none do.
+        first_rows: how many first rows stay exact, too; at most `rows - tail`.
     """
 
     batch: int = 1
@@ -127,6 +128,7 @@ class Routing(_ShortRepr):
     pads: int = 0
     route: Literal["ridge", "identity"] = "ridge"
     selected: str | None = None
+    first_rows: int = 0
 
     def prompt(self, vocabulary: int, seed: int = 0) -> torch.Tensor:
         """Random ids, int64 [batch, rows]."""

@@ -39,6 +39,7 @@ def assert_rows_sound(
     *,
     route: str = "ridge",
     rows: Any = None,
+    first_rows: int = 0,
     tolerance: float = CLOSE,
     must_fill: bool = False,
 ) -> str | None:
@@ -56,6 +57,7 @@ def assert_rows_sound(
         tail: exact tail rows, fewer than the prompt has.
         route: what prefix rows of late layers read.
         rows: what selects prefix rows that stay exact: text or selectors (see the option of that name).
+        first_rows: how many rows that begin a sequence stay so, too.
         tolerance: largest difference that is none, relative to a result's largest entry.
         must_fill: a refusal fails, too.
 
@@ -67,9 +69,10 @@ def assert_rows_sound(
     """
     call = _call_of(model, inputs)
     selectors = parse_rows(rows)
-    variants = Variants(split=split, tail=tail, ways=_ways(route), selectors=selectors)
-    given = {"split": split, "tail": tail, "route": route, "rows": rows, "tolerance": tolerance, "must_fill": must_fill}
-    shown = source.settings(given, {"route": "ridge", "tolerance": CLOSE, "must_fill": False})
+    variants = Variants(split=split, tail=tail, ways=_ways(route), selectors=selectors, first_rows=first_rows)
+    given = {"split": split, "tail": tail, "route": route, "rows": rows, "first_rows": first_rows}
+    given |= {"tolerance": tolerance, "must_fill": must_fill}
+    shown = source.settings(given, {"route": "ridge", "first_rows": 0, "tolerance": CLOSE, "must_fill": False})
     lines = [] if isinstance(rows, str) else [source.of_function(type(each), type(each).__name__) for each in selectors]
     lines += [*source.of_model(model), *source.of_call(call), f"assert_rows_sound(model, call{shown})"]
     code = source.program(["assert_rows_sound"], lines)

@@ -109,6 +109,7 @@ def routings(draw: DrawFn, decoder: Decoder | DecoderConfig | None = None, padde
         pads=draw(st.integers(0, rows - 1)) if padded else 0,
         route=draw(st.sampled_from(["ridge", "identity"])),
         selected=draw(st.none() | st.sampled_from(_BLIND + _SEEING * seeing)),
+        first_rows=draw(st.just(0) | st.integers(1, min(3, rows - tail))),
     )
 
 

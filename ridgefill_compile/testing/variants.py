@@ -63,6 +63,7 @@ class Variants:
     Attributes:
         ways: name -> (route, whether rows are eliminated).
         selectors: of prefix rows that stay exact.
+        first_rows: how many first rows stay so, too.
         cut: what is predicted of late layers, one of `splitmaps.CUTS`.
         verified: whether every graph is verified, which takes longer than all else.
         graphs: name -> rewritten graph, of the last compiled prompt.
@@ -83,6 +84,7 @@ class Variants:
         }
     )
     selectors: tuple[Selector, ...] = ()
+    first_rows: int = 0
     cut: str = INPUT
     verified: bool = True
     graphs: dict[str, GraphModule] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class Variants:
         self.graphs = {"exact": expand(captured)}
         for name, (way, eliminated) in self.ways.items():
             maps = RandomMaps(located, self.split, self.cut)
-            fill = Fill(way, self.split, self.tail, maps, self.selectors, cut=self.cut)
+            fill = Fill(way, self.split, self.tail, maps, self.selectors, self.first_rows, cut=self.cut)
             routed = self.routed[name] = route(captured, located, fill)
             self._verify(routed, captured, "route")
             self.narrowed[name] = eliminate(routed) if eliminated else routed

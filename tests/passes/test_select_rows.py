@@ -18,7 +18,16 @@ from ridgefill_compile.passes.rows import plain
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.report import report
-from ridgefill_compile.selectors import Attention, LayerAttention, Prompt, Random, choose, count_of, parse_rows
+from ridgefill_compile.selectors import (
+    Attention,
+    LayerAttention,
+    Prompt,
+    Random,
+    choose,
+    count_of,
+    count_of_rows,
+    parse_rows,
+)
 from ridgefill_compile.testing.difference import values_of
 from ridgefill_compile.testing.variants import Variants
 from ridgefill_compile.zoo.calling import worst
@@ -140,6 +149,53 @@ def test_a_static_cache() -> None:
 
 
 # ---------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2_eager", "deepseek_v3", "qwen3_next", "mamba2"])
+def test_first_rows_equal_their_definition(name: str) -> None:
+    """In a batch with left padding, where they are not the first of the batch; beside selected rows, and alone."""
+    ids = token_ids(40, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    split = 2 if name == "qwen3_next" else SPLIT
+    for rows in (None, SELECTED[name]):
+        variants = variants_of(rows, split, first_rows=3)
+        variants.run(built(name), call_of(ids, attention_mask=mask), call_of(ids))
+        check(variants, 2)
+
+
+def test_first_rows_of_every_sequence_are_exact() -> None:
+    """Those that are not padding, in every late layer; as many others as without them are filled."""
+    model, ids = FILLED["llama"].build(num_hidden_layers=4), token_ids(40, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    call = call_of(ids, attention_mask=mask)
+    with torch.no_grad():
+        exact = states_of(model(**call))
+    kept = states_of(compiled(model, OPTIONS | {"first_rows": 3})(**call))
+    assert (report(model).graphs[-1].first_rows, report(model).graphs[-1].kept) == (3, 3)
+    for name, state in kept.items():
+        for sequence, begins in ((0, 7), (1, 0)):
+            right = (state - exact[name])[sequence].abs().amax((0, 2)) < CLOSE
+            assert right[begins : begins + 3].all()
+            if int(name[0]) > SPLIT + 1:
+                assert not right[begins + 3 : 40 - TAIL].any()
+
+
+def test_first_rows_leave_selectors_their_share_of_the_rest() -> None:
+    prompt = Prompt(2, 40, 32, torch.device("cpu"))
+    chosen = choose(prompt, parse_rows("tail:0.25"), first_rows=4)
+    assert chosen.tolist() == 2 * [[0, 1, 2, 3, *range(25, 32)]]
+    assert choose(prompt, parse_rows("random:1.0"), first_rows=4).tolist() == 2 * [[*range(32)]]
+    assert count_of_rows(parse_rows("tail:0.25"), 4, 32) == 11
+
+
+def test_a_second_turn_has_no_first_rows() -> None:
+    model = built("llama")
+    with torch.no_grad():
+        cache = cache_of(model(token_ids(11, seed=5), use_cache=True))
+    compiled(model, OPTIONS | {"first_rows": 3})(**call_of(token_ids(40), past_key_values=cache))
+    assert (report(model).graphs[-1].first_rows, report(model).graphs[-1].kept) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3", "qwen3_next"])

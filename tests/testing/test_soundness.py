@@ -67,7 +67,8 @@ def test_every_part_is_filled(parts: dict[str, Any]) -> None:
 @given(decoder=decoders(), routing=routings())
 def test_any_fill_is_sound_or_refused(decoder: Decoder, routing: Routing) -> None:
     inputs = routing.inputs(decoder.config)
-    assert_rows_sound(decoder, inputs, routing.split, routing.tail, route=routing.route, rows=routing.selected)
+    kept: dict[str, Any] = {"rows": routing.selected, "first_rows": routing.first_rows}
+    assert_rows_sound(decoder, inputs, routing.split, routing.tail, route=routing.route, **kept)
 
 
 def test_a_model_of_transformers() -> None:
