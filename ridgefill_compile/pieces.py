@@ -126,10 +126,12 @@ class InPieces:
         if filled == (rows - self.tail if self.filled else 0):
             return self.run(PROMPT, inputs)
         first = self.first_exact(inputs, rows, done, filled) if filled else 0
-        if filled in (0, rows) and not first:
-            return self.run(WHOLE if filled else None, inputs)
+        if first == filled:
+            return self.run(None, inputs)
+        if filled == rows and not first:
+            return self.run(WHOLE, inputs)
         device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
-        exact = [*range(first), *range(max(first, filled), rows - 1)]
+        exact = [*range(first), *range(filled, rows - 1)]
         return self.run(BEGINNING, (*inputs, torch.tensor(exact, dtype=torch.int64, device=device)))
 
     def first_exact(self, inputs: Sequence[Any], rows: int, done: int, filled: int) -> int:
