@@ -24,7 +24,6 @@ from ridgefill_compile.pieces import WHOLE, InPieces, Sizes, in_pieces
 from ridgefill_compile.plan import plan, prompt_rows
 from ridgefill_compile.recurrences.retrace import retrace_with_operators
 from ridgefill_compile.report import GraphReport, remember
-from ridgefill_compile.selectors import count_of_rows, parse_rows
 
 Compiled = Callable[..., Any]
 
@@ -189,7 +188,6 @@ def for_each_model(
     maps = load_maps(options.maps) if options.maps is not None else None
     stamp = stamp_of(options.maps)
     sizes, rows, width = Sizes(module), next(prompt_rows(module)), len(inputs_of(module.graph))
-    selectors = parse_rows(options.rows)
     settled: list[tuple[Weights, bool]] = [(Weights([example_inputs[place] for place in places]), True)]
 
     def fits(inputs: Sequence[Any]) -> bool:
@@ -218,10 +216,10 @@ def for_each_model(
         if not fits(inputs):
             return module.forward(*inputs)
         if options.route != "lossless":
-            prefix = sizes.value(rows, inputs) - (graph_report.tail or 0)
-            given = len(inputs[-1]) if len(inputs) > width else 0  # exact rows of a chunk
-            kept = given or count_of_rows(selectors, graph_report.first_rows, prefix)
-            graph_report.rows_filled += prefix - kept
+            given = len(inputs[-1]) if len(inputs) > width else None  # exact rows of a chunk
+            count = sizes.value(rows, inputs)
+            kept = graph_report.kept_of(count) if given is None else given
+            graph_report.rows_filled += count - (graph_report.tail or 0) - kept
         return compiled(*inputs)
 
     return run

@@ -36,8 +36,8 @@ model.compile(backend="ridgefill", options={{"maps": maps, "tail": 512}})
 
 Stored as {dtype}, {megabytes:.1f} MB{scored}.
 
-| split | layers predicted | rows fitted | penalty | held-out cosine | of the split state itself |
-|---|---|---|---|---|---|
+| split | layers predicted | rows fitted | penalty | first rows exact | held-out cosine | of the split state itself |
+|---|---|---|---|---|---|---|
 {rows}
 
 The cosine is that between predicted and true {predicted}, on rows of texts that were not fitted, averaged over layers.
@@ -72,6 +72,7 @@ def _row(maps: RidgeMaps, default: bool) -> str:
         f"{maps.layers[0]} to {maps.layers[-1]}",
         f"{maps.rows:.0f}",
         f"{maps.penalty:g}",
+        str(maps.first_rows),
         *("" if cosine is None else f"{cosine:.4f}" for cosine in cosines),
     )
     return f"| {' | '.join(cells)} |"

@@ -339,6 +339,7 @@ def about_maps(folder: Path) -> dict[str, Any]:
                 "bytes": part.nbytes,
                 "penalty": part.penalty,
                 "rows": part.rows,
+                "first_rows": part.first_rows,
                 "held_out": {str(layer): dict(figures) for layer, figures in part.held_out.items()},
             }
             for part in parts
@@ -356,7 +357,7 @@ def show_maps(result: dict[str, Any]) -> None:
         f"stored as {result['dtype']}, {result['bytes'] / 1e6:.1f} MB"
         f"{'' if result['cut'] == 'input' else ', of ' + result['cut']}"
     )
-    table = Table("split", "layers", "MB", "penalty", "rows fitted", "held-out cosine", "of identity")
+    table = Table("split", "layers", "MB", "penalty", "rows fitted", "first rows exact", "cosine", "of identity")
     for part in result["splits"]:
         layers = part["layers"]
         cosines = [mean_figure(part["held_out"], name) for name in ("cosine", "identity_cosine")]
@@ -366,6 +367,7 @@ def show_maps(result: dict[str, Any]) -> None:
             f"{part['bytes'] / 1e6:.1f}",
             f"{part['penalty']:g}",
             f"{part['rows']:.0f}",
+            str(part["first_rows"]),
             *("" if cosine is None else f"{cosine:.4f}" for cosine in cosines),
         )
     console.print(table)

@@ -15,7 +15,7 @@ from ridgefill_compile.backend import inner_compiler
 from ridgefill_compile.capture import capture
 from ridgefill_compile.collect import call_arguments, call_compiled, raising_when_called
 from ridgefill_compile.errors import CannotFill
-from ridgefill_compile.fill import choose_fill
+from ridgefill_compile.fill import choose_fill, first_rows
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.eliminate import eliminate
@@ -75,9 +75,11 @@ class TerminalStateCollector:
         filled = {}
         for split in self.maps.splits:
             options = Options(maps=self.maps, split=split)
-            fill = replace(choose_fill(located, options, example_inputs), tail=0)
+            fill = replace(choose_fill(located, options, example_inputs), tail=0, first_rows=first_rows(options))
             routed = states_alone(route(captured, located, fill), len(layers))
-            filled[split] = compile_inner(expand(eliminate(routed)), example_inputs)
+            # Elimination counts selected rows from where the tail begins, and there is none.
+            lowered = routed if fill.first_rows else eliminate(routed)
+            filled[split] = compile_inner(expand(lowered), example_inputs)
         exact = compile_inner(expand(captured), example_inputs)
 
         def run(*inputs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 
 from ridgefill_compile.capture import ARGUMENT, capture
-from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_sizes
+from ridgefill_compile.cost import multiply_adds, values_of_sizes
 from ridgefill_compile.errors import CannotFill, MapsError, describe_node
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
@@ -33,7 +33,7 @@ from ridgefill_compile.passes.terminal_state import StateCorrection, late_scans
 from ridgefill_compile.pieces import WHOLE
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
-from ridgefill_compile.selectors import Selector, count_of_rows, parse_rows
+from ridgefill_compile.selectors import Selector, parse_rows
 from ridgefill_compile.splitmaps import INPUT
 
 LEAST_GAIN = 1.02  # a fill that saves less than this share of multiply-adds is not worth its approximation
@@ -332,9 +332,9 @@ def _count(
 ) -> None:
     """Selected rows, and multiply-adds before and after, as formulas and at the traced sizes."""
     exact, filled = multiply_adds(captured.graph), multiply_adds(result.graph)
-    if graph_report.rows is not None and graph_report.tail is not None:
-        prefix = graph_report.rows - graph_report.tail
-        graph_report.kept = count_of_rows(selectors, graph_report.first_rows, prefix)
+    graph_report.share = sum(selector.share for selector in selectors)
+    if graph_report.rows is not None:
+        graph_report.kept = graph_report.kept_of(graph_report.rows)
     sizes = values_of_sizes(result.graph)
     graph_report.formulas, graph_report.sizes = (exact, filled), sizes
     graph_report.multiply_adds_exact = int(exact.subs(sizes))
@@ -347,8 +347,5 @@ def _count_layers(graph_report: GraphReport, located: Located) -> None:
     rows = located.rows
     if isinstance(rows, torch.SymInt):
         graph_report.row_symbol = rows.node.expr
-    assert graph_report.split is not None and graph_report.layers is not None
-    assert graph_report.rows is not None and graph_report.tail is not None
-    graph_report.ceiling_layer_passes = layer_pass_ceiling(
-        graph_report.split, graph_report.layers, graph_report.rows, graph_report.tail
-    )
+    assert graph_report.rows is not None
+    graph_report.ceiling_layer_passes = graph_report.layer_passes(graph_report.rows)

@@ -12,6 +12,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.cost import layer_pass_ceiling
+from ridgefill_compile.selectors import count_of_rows
 
 
 @dataclass
@@ -28,6 +29,7 @@ class GraphReport:
         dynamic: whether it serves other row counts too.
         split, tail, layers: of the fill; None where the graph was not analysed.
         first_rows: rows that begin a sequence and are kept exact.
+        share: how much of the other prefix rows selectors keep exact.
         kept: prefix rows that are kept exact, those and the ones that selectors choose, at `rows`.
         continues: whether it goes on with a cache of earlier rows, a former turn's, say.
         rows_filled: filled so far, by all runs of the graph; rows of one sequence of a batch.
@@ -53,6 +55,7 @@ class GraphReport:
     tail: int | None = None
     layers: int | None = None
     first_rows: int = 0
+    share: float = 0.0
     kept: int = 0
     continues: bool = False
     rows_filled: int = 0
@@ -88,8 +91,17 @@ class GraphReport:
             "multiply_adds_exact": exact,
             "multiply_adds_filled": filled,
             "ceiling_multiply_adds": exact / filled,
-            "ceiling_layer_passes": layer_pass_ceiling(self.split, self.layers, rows, self.tail),
+            "ceiling_layer_passes": self.layer_passes(rows),
         }
+
+    def kept_of(self, rows: int) -> int:
+        """Prefix rows that are kept exact, of so many rows in all."""
+        return count_of_rows(self.share, self.first_rows, rows - (self.tail or 0))
+
+    def layer_passes(self, rows: int) -> float:
+        """The ceiling by layer passes of so many rows."""
+        assert self.split is not None and self.layers is not None
+        return layer_pass_ceiling(self.split, self.layers, rows, (self.tail or 0) + self.kept_of(rows))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON."""

@@ -423,9 +423,9 @@ def first_of(prompt: Prompt, count: int) -> Tensor:
     return row + prompt.valid[:, : prompt.prefix - count].logical_not().long().cumprod(1).sum(1, keepdim=True)
 
 
-def count_of_rows(selectors: Sequence[Selector], first_rows: int, prefix: int) -> int:
-    """How many rows `choose` keeps of a prefix; symbolic if `prefix` is."""
-    return first_rows + count_of(sum(selector.share for selector in selectors), prefix - first_rows)
+def count_of_rows(share: float, first_rows: int, prefix: int) -> int:
+    """How many rows `choose` keeps of a prefix, for selectors of this share in all."""
+    return first_rows + count_of(share, prefix - first_rows)
 
 
 def count_of(share: float, prefix: int) -> int:

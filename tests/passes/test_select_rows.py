@@ -187,7 +187,7 @@ def test_first_rows_leave_selectors_their_share_of_the_rest() -> None:
     chosen = choose(prompt, parse_rows("tail:0.25"), first_rows=4)
     assert chosen.tolist() == 2 * [[0, 1, 2, 3, *range(25, 32)]]
     assert choose(prompt, parse_rows("random:1.0"), first_rows=4).tolist() == 2 * [[*range(32)]]
-    assert count_of_rows(parse_rows("tail:0.25"), 4, 32) == 11
+    assert count_of_rows(0.25, 4, 32) == 11
 
 
 def test_a_second_turn_has_no_first_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -367,11 +368,15 @@ class TestCalibration:
             after += (found - difference).square().sum().item()
         assert after < before
 
-    def test_differences_are_those_of_exact_and_filled_runs(self) -> None:
+    @pytest.mark.parametrize("first_rows", [0, 4])
+    def test_differences_are_those_of_exact_and_filled_runs(self, first_rows: int) -> None:
         """The state that a fill leaves, plus the difference measured on its prefix, is the exact model's there."""
         of, ids = model(), token_ids(144)
+        part = dataclasses.replace(MAPS._part(SPLIT), first_rows=first_rows)
         with pytest.warns(RidgefillWarning, match="means over 1 prompts"):
-            maps = calibrate_states(of, MAPS, [ids[0, : 144 - TAIL]], window=128, progress=False)
+            maps = calibrate_states(
+                of, RidgeMaps([part], layer_count=4), [ids[0, : 144 - TAIL]], window=128, progress=False
+            )
         states = [late_state(fast(of, maps, state_correction=s)(ids, **CALL)) for s in (0.0, 1.0)]
         with torch.no_grad():
             exact = late_state(of(ids, **CALL))
