@@ -49,6 +49,7 @@ def prefill(
     select: Annotated[
         str | None, typer.Option(help="What selects prefix rows to keep exact, as option 'rows'.")
     ] = None,
+    first_rows: Annotated[int | None, typer.Option(help="First rows to keep exact. Default: the maps' own.")] = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too, each model in its own process.")] = True,
     only: Annotated[
         str | None, typer.Option(help="Measure the memory of 'exact' or 'filled' here.", hidden=True)
@@ -64,7 +65,7 @@ def prefill(
         prompt = long_prompt(split_texts().held_out_in_turn(), tokenizer, rows)
         known = RidgeMaps.load(maps, model=loaded) if maps else made_up_maps(loaded, split)
         known = known if maps_dtype is None else known.to(maps_dtype)
-        options = {"maps": known, "split": split, "tail": tail, "rows": select}
+        options = {"maps": known, "split": split, "tail": tail, "rows": select, "first_rows": first_rows}
         warm_up = other_lengths(rows, tail) if dynamic else ()
         if only:
             result = {only: peak_memory(loaded, prompt, options, warm_up, only)}
@@ -82,6 +83,7 @@ def prefill(
                 "maps": str(maps) if maps else "made up",
                 "maps_dtype": str(known.dtype).removeprefix("torch."),
                 "select": select,
+                "first_rows": speed.graph.first_rows,
                 "peak_memory_bytes": in_processes(sys.argv[1:]) if memory else None,
             }
     if as_json or only:
@@ -149,6 +151,7 @@ def in_processes(arguments: list[str]) -> dict[str, Any] | None:
 def show(result: dict[str, Any]) -> None:
     """Print the figures for people."""
     selected = f"rows selected by {result['select']}, " if result["select"] else ""
+    selected += f"first {result['first_rows']} rows exact, " if result["first_rows"] else ""
     lines = [
         f"{result['machine']}; {result['dtype']}, {'dynamic' if result['dynamic'] else 'static'} shapes",
         f"N {result['rows']}, T {result['tail']}, S {result['split']}, {selected}maps in {result['maps_dtype']}, "

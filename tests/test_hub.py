@@ -234,12 +234,12 @@ class TestCard:
         assert "# Ridge maps of LlamaForCausalLM of 4 layers, width 8" in body
         assert 'from_pretrained("someone/maps", model=model' in body
         assert "Stored as bfloat16, 0.0 MB.\n" in body
-        assert "| 1 | 2 to 3 | 1024 | 0.03 | 0.9250 | 0.5000 |" in body
-        assert "| 2 (default) | 3 to 3 | 1024 | 0.03 | 0.9300 | 0.5000 |" in body
+        assert "| 1 | 2 to 3 | 1024 | 0.03 | 0 | 0.9250 | 0.5000 |" in body
+        assert "| 2 (default) | 3 to 3 | 1024 | 0.03 | 0 | 0.9300 | 0.5000 |" in body
         assert "Stored as int8, 0.0 MB; the figures are of the bfloat16 maps" in model_card(maps.to("int8"), "a/b")
 
     def test_of_maps_without_figures(self):
         bare = SplitMaps(1, {2: torch.eye(3)}, {2: torch.zeros(3)})
         card = model_card(RidgeMaps([bare], layer_count=3), "someone/maps")
         assert "Ridge maps of a decoder of 3 layers" in card
-        assert "| 1 (default) | 2 to 2 | 0 | 0 |  |  |" in card
+        assert "| 1 (default) | 2 to 2 | 0 | 0 | 0 |  |  |" in card
