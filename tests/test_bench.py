@@ -86,6 +86,7 @@ def test_results_are_shown(bench, capsys):
         "dtype": "float32",
         "dynamic": False,
         "select": "pooled:0.1",
+        "first_rows": 4,
         "maps_dtype": "int8",
         "rows": 4096,
         "tail": 512,
