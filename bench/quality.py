@@ -39,6 +39,7 @@ def quality(
     scored: Annotated[int, typer.Option(help="Tokens scored at the end of a window.")] = 256,
     windows: Annotated[int, typer.Option(help="Held-out windows.")] = 16,
     calibration_windows: Annotated[int, typer.Option(help="Calibration windows, of 2,048 rows.")] = 60,
+    by_length: Annotated[bool, typer.Option(help="Maps of a fit in which rows weigh by their square length.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Loss on novel tokens, agreement and divergence of every arm, with intervals over windows."""
@@ -49,7 +50,7 @@ def quality(
             texts = split_texts()
             fitted = texts.calibration(tokenizer, 2048, calibration_windows)
             held_out = texts.held_out(tokenizer, rows + 1, windows)
-        maps = demo_maps(model, tokenizer, digest, fitted, *splits)
+        maps = demo_maps(model, tokenizer, digest, fitted, *splits, by_length=by_length)
         kept = Kept(maps, held_out, tail, scored, digest)
         scores = score_splits(model, [maps.at(each) for each in splits], held_out, tail, scored, kept)
         result = {
@@ -61,6 +62,8 @@ def quality(
             "scored": scored,
             "windows": [window.name for window in held_out],
             "calibration_windows": calibration_windows,
+            "by_length": by_length,
+            "first_rows": {str(each): maps.at(each).first_rows for each in splits},
             "penalty": {str(each): maps.at(each).penalty for each in splits},
             "splits": {str(each): {arm: summarize(scores[each, arm]).to_dict() for arm in ARMS} for each in splits},
         }

@@ -93,19 +93,23 @@ def run_demo(settings: DemoSettings, picture: Path) -> dict[str, Any]:
     return result
 
 
-def demo_maps(model: Any, tokenizer: Any, digest: str, windows: Sequence[Window], *splits: int) -> RidgeMaps:
+def demo_maps(
+    model: Any, tokenizer: Any, digest: str, windows: Sequence[Window], *splits: int, by_length: bool = False
+) -> RidgeMaps:
     """Maps of the demo's model, calibrated once for each text and set of splits and kept in the cache folder.
 
     An interrupted calibration goes on where it stopped.
     """
-    key = hashlib.sha256(repr((digest, splits, versions(), model.dtype, "rows alike")).encode())
+    fit = "rows by length" if by_length else "rows alike"
+    key = hashlib.sha256(repr((digest, splits, versions(), model.dtype, fit)).encode())
     for window in windows:
         key.update(window.ids.numpy().tobytes())
     folder = cache_folder() / f"maps-{key.hexdigest()[:16]}"
     if not (folder / "manifest.json").exists():  # written last
         ids = [window.ids for window in windows]
         unfinished = f"{folder}.unfinished"
-        maps = calibrate(model, ids, splits=splits, tokenizer=tokenizer, window=ids[0].shape[1], checkpoint=unfinished)
+        given = {"splits": splits, "tokenizer": tokenizer, "window": ids[0].shape[1], "by_length": by_length}
+        maps = calibrate(model, ids, **given, checkpoint=unfinished)
         maps.save(folder)
     return RidgeMaps.load(folder, model=model, tokenizer=tokenizer)
 
