@@ -11,12 +11,14 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
 import typer
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ridgefill_compile.demo import DemoSettings, run_demo, show
 from ridgefill_compile.errors import OptionError, RidgefillError
@@ -115,11 +117,16 @@ def calibrate(
     cut: Annotated[str, typer.Option(help="What maps predict of late layers: input or projections.")] = "input",
     by_length: Annotated[bool, typer.Option(help="Weigh rows by their square length, as the paper does.")] = False,
     model_dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
+    states: Annotated[
+        int,
+        typer.Option(min=0, help="Texts set apart to measure states on, for option state_correction: 13 or more."),
+    ] = 0,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder to go on from. Default: beside --out.")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Fit a model's maps on text. Interrupted, the same command goes on where it stopped."""
     from ridgefill_compile.calibrate import calibrate as fit_maps
+    from ridgefill_compile.calibrate_states import calibrate_states
     from ridgefill_compile.evaluate.sources import folder_documents
     from ridgefill_compile.evaluate.texts import split_texts
     from ridgefill_compile.evaluate.trained import load_model
@@ -128,7 +135,8 @@ def calibrate(
     if text:
         documents: Any = (document.text for document in folder_documents(text))
     else:
-        documents = [each.ids for each in split_texts().calibration(tokenizer, window, windows)]
+        documents = iter([each.ids for each in split_texts().calibration(tokenizer, window, windows + states)])
+    apart = list(islice(documents, states))
     maps = fit_maps(
         loaded,
         documents,
@@ -143,6 +151,8 @@ def calibrate(
         checkpoint=checkpoint or out.with_name(out.name + ".unfinished"),
     )
     maps.save(out)
+    if states:
+        calibrate_states(loaded, maps, apart, tokenizer=tokenizer, window=window).save(out)
     result = {"saved": str(out), **about_maps(out)}
     if not as_json:
         show_maps(result)
@@ -340,6 +350,7 @@ def about_maps(folder: Path) -> dict[str, Any]:
                 "penalty": part.penalty,
                 "rows": part.rows,
                 "first_rows": part.first_rows,
+                "states": [layer for layer in part.layers if part.state_difference(layer) is not None],
                 "held_out": {str(layer): dict(figures) for layer, figures in part.held_out.items()},
             }
             for part in parts
@@ -357,7 +368,8 @@ def show_maps(result: dict[str, Any]) -> None:
         f"stored as {result['dtype']}, {result['bytes'] / 1e6:.1f} MB"
         f"{'' if result['cut'] == 'input' else ', of ' + result['cut']}"
     )
-    table = Table("split", "layers", "MB", "penalty", "rows fitted", "first rows exact", "cosine", "of identity")
+    columns = ("layers", "MB", "penalty", "rows fitted", "first rows exact", "cosine", "of identity")
+    table = Table(Column("split", no_wrap=True), *columns, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for part in result["splits"]:
         layers = part["layers"]
         cosines = [mean_figure(part["held_out"], name) for name in ("cosine", "identity_cosine")]
@@ -371,6 +383,10 @@ def show_maps(result: dict[str, Any]) -> None:
             *("" if cosine is None else f"{cosine:.4f}" for cosine in cosines),
         )
     console.print(table)
+    for part in result["splits"]:
+        if part["states"]:
+            layers = ", ".join(map(str, part["states"]))
+            console.print(f"option state_correction can be used at split {part['split']}, for layers {layers}")
     if HELD_OUT_DTYPE in result["calibration"]:
         console.print(f"the cosines are of the {result['calibration'][HELD_OUT_DTYPE]} maps they were converted from")
 

@@ -3,9 +3,13 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ridgefill_compile import cli
+from ridgefill_compile.errors import RidgefillWarning
+from ridgefill_compile.evaluate.arms import CORRECTED
+from tests.decoders import RECURRENT
 from tests.evaluate.tiny import made_up_text, tiny_maps, tiny_model, tiny_tokenizer
 
 RUN = CliRunner()
@@ -98,6 +102,32 @@ def test_calibrate_then_evaluate_on_own_text(model, text, tmp_path):
     told = json.loads(found.stdout)
     assert told["split"] == 2
     assert told["arms"].keys() == {"none", "identity", "ridge"}
+
+
+def test_calibrate_states_too_and_evaluate_with_them_corrected(tmp_path, text):
+    """In one command, on texts of their own."""
+    model, out = tmp_path / "hybrid", tmp_path / "maps"
+    hybrid = RECURRENT["qwen3_next"].build()
+    for name, parameter in hybrid.named_parameters():
+        if name.endswith("A_log"):  # states that last
+            torch.nn.init.constant_(parameter, -5.0)
+    hybrid.save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    arguments = ["calibrate", str(model), "--out", str(out), "--split", "1", "--text", str(text), "--window", "128"]
+    with pytest.warns(RidgefillWarning, match="means over .* prompts"):
+        found = RUN.invoke(cli.app, [*arguments, "--held-out", "1", "--states", "1", "--json"])
+    assert found.exit_code == 0, found.stderr
+    told = json.loads(found.stdout)
+    assert told["splits"][0]["states"]
+    assert told["calibration"]["documents"] == 1  # of three, one is held out and one set apart
+    assert "state_correction can be used at split 1" in RUN.invoke(cli.app, ["maps", str(out)]).stdout
+    arguments = ["eval", str(model), str(out), "--text", str(text), "--rows", "400", "--tail", "64", "--windows", "1"]
+    with pytest.warns(RidgefillWarning, match="no arm without a fill: .* layer 2 has none"):
+        found = RUN.invoke(cli.app, [*arguments, "--scored", "16", "--json"])
+    assert found.exit_code == 0, found.stderr
+    arms = json.loads(found.stdout)["arms"]
+    assert tuple(arms) == ("identity", "ridge", CORRECTED)
+    assert arms[CORRECTED] != arms["ridge"]
 
 
 def test_calibrating_on_nothing_is_an_error(model, tmp_path):

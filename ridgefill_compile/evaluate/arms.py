@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgefill_compile.errors import RidgefillError
+from ridgefill_compile.errors import CannotFill, RidgefillError, RidgefillWarning
 from ridgefill_compile.evaluate.intervals import Interval, bootstrap
 from ridgefill_compile.evaluate.measures import TokenScores, score
 from ridgefill_compile.evaluate.speed import filled_graph
@@ -19,6 +20,8 @@ from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.report import report
 
 ARMS = ("none", "identity", "ridge")
+CORRECTED = "ridge_corrected"
+"""Ridge with the states of late recurrences corrected; an arm of maps that hold what to correct them by."""
 SCORED = 256
 """Tokens scored at the end of a window."""
 
@@ -55,7 +58,7 @@ class ArmSummary:
 
 
 def arms_of(
-    model: Any, maps: RidgeMaps, tail: int, inner: str = "eager", arms: Sequence[str] = ARMS
+    model: Any, maps: RidgeMaps, tail: int, inner: str = "eager", arms: Sequence[str] | None = None
 ) -> dict[str, Forward]:
     """Each arm as a function called like the model; compiled when first called.
 
@@ -64,13 +67,16 @@ def arms_of(
         maps: their default split is the split of every arm.
         tail: last rows that run every layer exactly.
         inner: compiler behind the rewriting. "eager" costs no compile time, and on a CPU runs about as fast.
-        arms: routes wanted.
+        arms: routes wanted. Default: all of `ARMS`, and `CORRECTED` where the maps allow it.
 
     The functions raise `RidgefillError` where a prompt was not filled, and say why.
     """
     torch._dynamo.reset()  # many splits and arms in one process would add up to the recompilation limit
     options = {"maps": maps, "split": maps.split, "tail": tail, "inner": inner, "strict": True}
-    return {arm: filling(model, {**options, "route": arm}) for arm in arms}
+    wanted: dict[str, dict[str, Any]] = {arm: {"route": arm} for arm in arms or ARMS}
+    if arms is None and any(maps.state_difference(layer) is not None for layer in maps.layers):
+        wanted[CORRECTED] = {"route": "ridge", "state_correction": 1.0}
+    return {arm: filling(model, {**options, **own}) for arm, own in wanted.items()}
 
 
 def filling(model: Any, options: Mapping[str, Any]) -> Forward:
@@ -129,12 +135,23 @@ def compare(
         scored: tokens scored at the end of each window, at most `tail`.
         inner: see `arms_of`.
         step: called after every window.
+
+    Warns:
+        RidgefillWarning: there is no arm "none", since this model has late layers whose prefix cannot be hidden.
     """
-    scores: dict[str, list[TokenScores]] = {arm: [] for arm in ARMS}
     arms = arms_of(model, maps, tail, inner)
+    scores: dict[str, list[TokenScores]] = {arm: [] for arm in arms}
     for window in windows:
-        for arm, found in score_window(model, arms, window.ids, scored).items():
-            scores[arm].append(found)
+        try:
+            found = score_window(model, arms, window.ids, scored)
+        except CannotFill as refusal:
+            if "none" not in arms or "'none'" not in refusal.reason:
+                raise
+            warnings.warn(f"there is no arm without a fill: {refusal}", RidgefillWarning, stacklevel=2)
+            del arms["none"], scores["none"]
+            found = score_window(model, arms, window.ids, scored)
+        for arm, each in found.items():
+            scores[arm].append(each)
         step()
     return {arm: summarize(found) for arm, found in scores.items()}
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ridgefill_compile.inspection import Inspection
 
-LABELS = {"none": "no fill", "identity": "identity", "ridge": "ridge"}
+LABELS = {"none": "no fill", "identity": "identity", "ridge": "ridge", "ridge_corrected": "ridge, states corrected"}
 
 
 def arm_table(arms: Mapping[str, Mapping[str, Any]]) -> Table:
