@@ -268,11 +268,6 @@ def scatter(node: Node, rows: Rows) -> Call | None:
     return rewrite(node, **{name: Need(given[name], rows) for name in names})
 
 
-def narrow(node: Node, rows: Rows) -> Call | None:
-    """A range of one dimension; the others pass."""
-    return first_operand(node, rows) if rows.dim != positive(arguments(node)["dim"], len(shape(node))) else None
-
-
 def unfold(node: Node, rows: Rows) -> Call | None:
     """Windows along one dimension, in a new last one: the last of them, a step of 1 apart, cover `size - 1` entries
     more than they are. Other dimensions pass.
@@ -288,11 +283,6 @@ def unfold(node: Node, rows: Rows) -> Call | None:
     if not (plainly and at_least(shape(operand)[cut], last)):
         return None
     return rewrite(node, self=Need(operand, Rows(cut, last)))
-
-
-def triangle(node: Node, rows: Rows) -> Call | None:
-    """tril and triu mask the last two dimensions by position; the others pass."""
-    return first_operand(node, rows) if rows.dim < len(shape(node)) - 2 else None
 
 
 def cat(node: Node, rows: Rows) -> Call | None:
@@ -420,14 +410,6 @@ def gather(node: Node, rows: Rows) -> Call | None:
     if not same(shape(operand)[rows.dim], shape(chosen)[rows.dim]):
         return None
     return rewrite(node, self=Need(operand, rows), index=Need(chosen, rows))
-
-
-def index_select(node: Node, rows: Rows) -> Call | None:
-    """Along `dim` the index is narrowed, elsewhere the operand."""
-    given = arguments(node)
-    if rows.dim == positive(given["dim"], len(shape(node))):
-        return rewrite(node, index=Need(given["index"], rows.at(0))) if shape(given["index"]) else None
-    return rewrite(node, self=Need(given["self"], rows))
 
 
 def one_hot(node: Node, rows: Rows) -> Call | None:

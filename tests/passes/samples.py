@@ -415,10 +415,6 @@ def windows() -> Iterator[Sample]:
     for dim in (0, 1, -1):
         yield sample(aten.unfold.default, real(N, N, N), dim, 2, 1)
         yield sample(aten.unfold.default, strided(N, N, N), dim, 3, 2)
-        yield sample(aten.narrow.default, real(N, N, N), dim, 1, 3)
-    for packet in (aten.tril, aten.triu):
-        yield sample(packet.default, real(2, N, N), 1)
-        yield sample(packet.default, strided(N, N, N, N))
 
 
 def scans() -> Iterator[Sample]:
@@ -497,9 +493,6 @@ def look_ups() -> Iterator[Sample]:
         yield sample(aten.gather.default, real(N, N, N), dim, whole(N, N, N, N))
         yield sample(aten.gather.default, real(N, N, N), dim, whole(N, 2, 3, 4))
         yield sample(aten.gather.default, strided(2, N, N), dim, whole(2, 2, N, 1))
-        yield sample(aten.index_select.default, real(N, N, N), dim, whole(N, N))
-        yield sample(aten.index_select.default, real(N, N, N), dim, whole(N, 4))
-    yield sample(aten.index_select.default, real(N, N), 0, whole(N))
     yield sample(aten.one_hot.default, whole(N, 2, N), N)
     yield sample(aten.one_hot.default, whole(N, N), N)
 

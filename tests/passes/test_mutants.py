@@ -134,7 +134,6 @@ PASSES_EVERY_DIM = [
     aten.expand.default,
     aten.embedding.default,
     aten.gather.default,
-    aten.index_select.default,
 ]
 
 
@@ -193,7 +192,6 @@ def first_letter_only(node: Node, rows: Rows) -> Call | None:
         (aten.scaled_dot_product_attention.default, attention_at_the_top),
         (aten.scaled_dot_product_attention.default, attention_of_own_keys),
         (aten.gather.default, read_from_the_rows),
-        (aten.index_select.default, read_from_the_rows),
         (aten.einsum.default, first_letter_only),
     ],
 )

@@ -30,7 +30,6 @@ _FRONT = "rows that are added in front leave the last ones as they are"
 _APART = "blocks that are cut, or whose number does not provably divide a symbolic size"
 
 _WRITTEN = "rows that are written into, or behind what is written"
-_CORNER = "rows whose mask leaves all of them"
 _SCAN = "samples, heads, channels and entries of a scan; rows in blocks"
 _EVERY = {(dim, blocks) for dim in (-3, -2, -1) for blocks in ("", "blocks")}
 
@@ -67,8 +66,6 @@ KNOWN_GAPS: dict[Any, tuple[str, set[Role]]] = {
     aten.select_scatter.default: (_WRITTEN, _EVERY),
     aten.scatter.src: (_WRITTEN, _EVERY),
     aten.scatter.value: (_WRITTEN, _EVERY),
-    aten.tril.default: (_CORNER, {(-2, "")}),
-    aten.triu.default: (_CORNER, {(-1, "")}),
     aten.unsafe_chunk.default: (_AHEAD, {(-3, ""), (-2, ""), (-1, "")}),
     aten.unsafe_split.Tensor: (_AHEAD, {(-3, ""), (-2, ""), (-1, "")}),
     aten.split.Tensor: (_AHEAD, {(-3, ""), (-2, ""), (-1, "")}),

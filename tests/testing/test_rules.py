@@ -23,7 +23,6 @@ FROM_SCHEMAS = [
     aten.linear.default,
     aten.matmul.default,
     aten.cat.default,
-    aten.index_select.default,
     aten.gather.default,
     aten.embedding.default,
     aten.layer_norm.default,
