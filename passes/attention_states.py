@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from ridgefill_compile.passes.calls import arguments, aten, positive, shape
 from ridgefill_compile.passes.demand import analyse
 from ridgefill_compile.passes.find_attention import ATTENTION, FACTORS, comes_from_softmax, softmax_of
-from ridgefill_compile.passes.functionalize import CASTS
+from ridgefill_compile.passes.functionalize import COPIES
 from ridgefill_compile.passes.layout_rules import reaches_the_end
 from ridgefill_compile.passes.locate import Layer, Located
 from ridgefill_compile.passes.rows import IntLike, Rows, at_least, same
@@ -30,7 +30,6 @@ from ridgefill_compile.passes.rows import IntLike, Rows, at_least, same
 KEY, VALUE = "key", "value"
 BOTH = "keys and values come from one state"
 JOINS = (aten.cat.default, aten.concat.default, aten.concatenate.default)
-COPIES = (*CASTS, aten._to_copy.default, aten.clone.default, aten.contiguous.default)
 
 
 @dataclass(frozen=True)

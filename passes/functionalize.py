@@ -55,6 +55,7 @@ CASTS = (
     aten.to.other,
     aten.type_as.default,
 )
+COPIES = (*CASTS, aten._to_copy.default, aten.clone.default, aten.contiguous.default)
 
 
 def functionalize(module: GraphModule) -> GraphModule:

@@ -17,14 +17,13 @@ from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.arithmetic_rules import pointwise
 from ridgefill_compile.passes.calls import arguments, aten, shape
 from ridgefill_compile.passes.demand import Demands, analyse
-from ridgefill_compile.passes.functionalize import CASTS
+from ridgefill_compile.passes.functionalize import COPIES
 from ridgefill_compile.passes.layout_rules import cat, expand, pad, reshape, select, slice_, squeeze, unsqueeze
 from ridgefill_compile.passes.locate import Layer, Located, same_shape
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, IntLike, Rows, same
 from ridgefill_compile.passes.rules import rule_for
 from ridgefill_compile.recurrences.table import RECURRENCES
 
-COPIES = (*CASTS, aten._to_copy.default, aten.clone.default, aten.contiguous.default)
 LAYOUTS = (cat, select, slice_, reshape, unsqueeze, squeeze, expand, pad)
 
 

@@ -17,7 +17,7 @@ from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.calls import arguments, aten, positive, shape
 from ridgefill_compile.passes.emit import Emitter, inputs_of
 from ridgefill_compile.passes.find_attention import ATTENTION, SpelledOut, spelled_out
-from ridgefill_compile.passes.functionalize import CASTS
+from ridgefill_compile.passes.functionalize import COPIES
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
 from ridgefill_compile.passes.rows import same
@@ -25,8 +25,8 @@ from ridgefill_compile.selectors import LayerAttention, Prompt, Selector, choose
 from ridgefill_compile.tokens import TokenTable
 
 LAID_OUT = (
-    *CASTS, aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.transpose.int, aten.expand.default,
-    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.permute.default, aten.slice.Tensor,
+    *COPIES, aten.transpose.int, aten.expand.default, aten.view.default, aten.reshape.default,
+    aten.unsqueeze.default, aten.permute.default, aten.slice.Tensor,
 )  # fmt: skip
 
 

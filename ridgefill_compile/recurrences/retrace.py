@@ -8,13 +8,17 @@ Dynamo is asked to trace the frame anew.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import torch
 from torch._dynamo.exc import ShortenTraceback, UnspecializeRestartAnalysis
 from torch.fx import GraphModule
 
-from ridgefill_compile.recurrences.substitute import known_substitutions, modelling_files, substitute_recurrences
+from ridgefill_compile.recurrences.substitute import (
+    files_of,
+    known_substitutions,
+    modelling_files,
+    substitute_recurrences,
+)
 
 _seen: set[str] = set()
 
@@ -37,7 +41,9 @@ def retrace_with_operators(module: GraphModule) -> None:
     Raises:
         Retrace: some were substituted, and Dynamo is waiting for this graph.
     """
-    new = {name for name in (*_files(module), *modelling_files()) if name not in _seen and name in sys.modules}
+    new = {
+        name for name in (*files_of(_kinds(module)), *modelling_files()) if name not in _seen and name in sys.modules
+    }
     if not new:
         return
     _seen.update(new)
@@ -48,14 +54,7 @@ def retrace_with_operators(module: GraphModule) -> None:
         raise Retrace(f"{', '.join(found)} can be traced as one operator")
 
 
-def _files(module: GraphModule) -> Iterator[str]:
-    """Names of the Python modules that define the modules a graph was traced from, and what they are derived from."""
-    kinds = {
-        kind
-        for node in module.graph.nodes
-        for _, kind in (node.meta.get("nn_module_stack") or {}).values()
-        if isinstance(kind, type)
-    }
-    for name in {base.__module__ for kind in kinds for base in kind.__mro__}:
-        if name != "builtins" and not name.startswith("torch."):
-            yield name
+def _kinds(module: GraphModule) -> set[type]:
+    """Classes of the modules that a graph was traced from."""
+    found = (kind for node in module.graph.nodes for _, kind in (node.meta.get("nn_module_stack") or {}).values())
+    return {kind for kind in found if isinstance(kind, type)}

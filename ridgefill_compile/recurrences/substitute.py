@@ -104,13 +104,17 @@ def modelling_files() -> list[str]:
     return sorted(name for name in list(sys.modules) if name.startswith("transformers.models.") and "modeling_" in name)
 
 
+def files_of(kinds: Iterable[type]) -> list[str]:
+    """Names of the files that classes and what they are derived from are defined in, but for Python's and torch's."""
+    names = {base.__module__ for kind in kinds for base in kind.__mro__} - {"builtins"}
+    return sorted(name for name in names if not name.startswith("torch."))
+
+
 def _modules(given: nn.Module | Iterable[types.ModuleType] | None) -> list[types.ModuleType]:
     if given is None:
         names = modelling_files()
     elif isinstance(given, nn.Module):
-        classes = {base for module in given.modules() for base in type(module).__mro__}
-        names = sorted({c.__module__ for c in classes} - {"builtins"})
-        names = [name for name in names if not name.startswith("torch.")]
+        names = files_of(type(module) for module in given.modules())
     else:
         return list(given)
     return [sys.modules[name] for name in names if name in sys.modules]
