@@ -46,7 +46,7 @@ test-fast: $(VENV)/.test
 	$(FAST_TESTS) $(PYTEST_ARGS)
 
 test-heavy: $(VENV)/.test $(VENV)/.demo
-	$(BIN)/python -m pytest -m heavy $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m heavy -o faulthandler_timeout=3600 $(PYTEST_ARGS)
 
 test-oldest:
 	$(MAKE) test-fast VENV=.venv-oldest TORCH=$(OLDEST_TORCH) TRANSFORMERS=$(OLDEST_TRANSFORMERS)
