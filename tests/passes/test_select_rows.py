@@ -151,7 +151,7 @@ def test_a_static_cache() -> None:
 # ---------------------------------------------------------------- what is kept
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2_eager", "deepseek_v3", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("name", QUICK_AND_HEAVY)
 def test_first_rows_equal_their_definition(name: str) -> None:
     """In a batch with left padding, where they are not the first of the batch; beside selected rows, and alone."""
     ids = token_ids(40, batch=2)
