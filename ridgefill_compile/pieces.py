@@ -136,14 +136,16 @@ class InPieces:
 
     def first_exact(self, inputs: Sequence[Any], rows: int, done: int, filled: int) -> int:
         """How many of a chunk's first rows stay exact, since some sequence of the batch begins there."""
-        begins = 0
+        wanted, begins = self.first_rows(), 0
+        if not wanted:
+            return 0  # without a look at the mask, which may lie on a device
         for place in self.masks:
             mask = inputs[place]
             if isinstance(mask, torch.Tensor) and mask.dim() == 2:
                 if mask.shape[1] > done + rows:  # a former turn has begun it
                     return 0
                 begins = int((mask == 0).long().cumprod(1).sum(1).max())
-        return min(max(begins + self.first_rows() - done, 0), filled) if self.first_rows() else 0
+        return min(max(begins + wanted - done, 0), filled)
 
     def run(self, kind: str | None, inputs: Sequence[Any]) -> Any:
         """A prompt, or a chunk, on the graph for its kind, which is compiled when the first one comes by.
