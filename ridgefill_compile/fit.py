@@ -56,27 +56,30 @@ def fit_split(
         for penalty, figures in tried.items()
     }
     best = max(mean, key=lambda penalty: (mean[penalty], penalty))
+    maps = {layer: _stored(solver, layer, best, dtype).cpu() for layer in sums.layers}
     return SplitMaps.made_of(
         sums.split,
-        {layer: _stored(solver, layer, best, dtype).cpu() for layer in sums.layers},
+        maps,
         penalty=best,
         rows=sums.rows,
         held_out=tried[best],
         penalty_cosines=mean,
         widths=widths,
-        first_rows=FIRST_ROWS if starts and first_rows_fail(solver, best, rows, starts) else 0,
+        first_rows=FIRST_ROWS if starts and first_rows_fail(maps, rows[sums.split], rows, starts) else 0,
     )
 
 
-def first_rows_fail(solver: RidgeSolver, penalty: float, rows: Mapping[int, Tensor], starts: Sequence[int]) -> bool:
+def first_rows_fail(
+    maps: Mapping[int, StoredMap], x: Tensor, rows: Mapping[int, Tensor], starts: Sequence[int]
+) -> bool:
     """Whether the row that begins a text is a sink that no map predicts: far longer in the late layers than other rows
     are, but not yet recognisable at the split. Every later row attends to it, so it has to be exact.
     """
-    start = torch.zeros(len(next(iter(rows.values()))), dtype=torch.bool)
+    start = torch.zeros(len(x), dtype=torch.bool)
     start[list(starts)] = True
-    x, longer, cosines = rows[solver.statistics.split], 0.0, []
-    for layer in solver.statistics.layers:
-        matrix, offset = (part.float().cpu() for part in solver.solve(layer, penalty))
+    longer, cosines = 0.0, []
+    for layer, stored in maps.items():
+        matrix, offset = stored.floats().float(), stored.offset.float()
         y = rows[layer][:, -len(offset) :]
         before_projections = rows[layer].shape[1] - len(offset)
         length = torch.linalg.vector_norm(rows[layer][:, :before_projections] if before_projections else y, dim=1)
