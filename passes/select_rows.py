@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ridgefill_compile.capture import ARGUMENT
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.calls import arguments, aten, positive, shape
 from ridgefill_compile.passes.emit import Emitter, inputs_of
@@ -21,7 +22,7 @@ from ridgefill_compile.passes.functionalize import COPIES
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
 from ridgefill_compile.passes.rows import same
-from ridgefill_compile.selectors import LayerAttention, Prompt, Selector, choose
+from ridgefill_compile.selectors import LayerAttention, Prompt, Selector, choose, real_rows
 from ridgefill_compile.tokens import TokenTable
 
 LAID_OUT = (
@@ -55,20 +56,24 @@ def select_rows(
         first_rows: first rows of each sequence, which are kept, too.
 
     Raises:
-        CannotFill: a selector needs what the graph does not hold.
+        CannotFill: a selector needs what the graph does not hold, or it cannot be told which rows are padding.
     """
     state = copies[located.layers[split].input]
-    found = [_Parts(copies, located, layer) for layer in range(split if selectors else 0)]
+    ids = _token_ids(located, copies)
+    valid = valid_rows(emit)
+    found = [_Parts(copies, located, layer) for layer in range(split if selectors or valid is None else 0)]
     if swept is not None:
         found += [_Parts(swept, located, layer) for layer in range(split, len(located.layers))]
     layers = [parts for parts in found if parts.is_known]
-    ids = _token_ids(located, copies)
-    valid = valid_rows(emit)
+    if valid is None and not any(parts.layer < split for parts in layers):
+        _check_nothing_is_padded(emit, located, ids)
+    if not selectors:
+        layers = [parts for parts in layers if parts.tells_padding]
     operands = _Operands()
     places = [{name: operands.add(node) for name, node in parts.nodes.items()} for parts in layers]
     known = {name: operands.add(node) for name, node in (("state", state), ("ids", ids), ("valid", valid)) if node}
     tables = {name: operands.add(node) for name, node in (tokens or {}).items()}
-    one_index = (not selectors and valid is None) or not _has_sequences(state, located)
+    one_index = (not layers and valid is None) or not _has_sequences(state, located)
 
     def index(*values: Any) -> torch.Tensor:
         attention = tuple(
@@ -78,7 +83,10 @@ def select_rows(
         split_state = values[known["state"]]
         rows = split_state.shape[located.row_dim]
         given = values[known["ids"]] if "ids" in known else None
-        mask = values[known["valid"]] if "valid" in known else None
+        if "valid" in known:
+            valid = values[known["valid"]][:, -rows:] != 0
+        else:
+            valid = real_rows([each for each in attention if each.layer < split], rows)
         prompt = Prompt(
             batch=1 if one_index else split_state.shape[0],
             rows=rows,
@@ -86,7 +94,7 @@ def select_rows(
             first=former_rows(attention, rows),
             device=split_state.device,
             ids=given if given is None or given.dim() == 2 else given.unsqueeze(0),
-            valid=None if mask is None else mask[:, -rows:] != 0,
+            valid=valid,
             attention=tuple(each for each in attention if each.layer < split),
             late_attention=tuple(each for each in attention if each.layer >= split),
             tokens=TokenTable(**{name: values[place] for name, place in tables.items()}) if tables else None,
@@ -111,6 +119,25 @@ def _has_sequences(state: Node, located: Located) -> bool:
     if len(shape(state)) > 2 and not same(shape(state)[1], 1):
         raise CannotFill("rows cannot be selected of sequences that lie behind the rows", state, "pass one at a time")
     return False
+
+
+def _check_nothing_is_padded(emit: Emitter, located: Located, ids: Node | None) -> None:
+    """Whether no input could say which rows are padding, where neither a mask of a known name nor attention does.
+
+    Raises:
+        CannotFill: one could.
+    """
+    for node in inputs_of(emit.graph):
+        value, name = node.meta.get("val"), str(node.meta.get(ARGUMENT, ""))
+        is_known = node is ids or node.name == located.tokens.name or "position" in name
+        if is_known or not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+            continue
+        if any(same(size, located.rows) for size in value.shape):
+            raise CannotFill(
+                f"rows are to be kept, and it cannot be told whether input {name or node.name!r} hides some as padding",
+                hint="call the padding mask [batch, rows] attention_mask; or, if nothing is padded, pass first_rows=0 "
+                "and no rows",
+            )
 
 
 def former_rows(attention: Sequence[LayerAttention], rows: int) -> int:
@@ -152,6 +179,11 @@ class _Parts:
             self._take_call(calls[0], copies)
         elif not calls and len(found := list(spelled_out(within, self.rows))) == 1:
             self._take_spelled_out(found[0], copies)
+
+    @property
+    def tells_padding(self) -> bool:
+        """Whether some of its rows may not see the one before."""
+        return "mask" in self.nodes or "weights_of" in self.nodes
 
     @property
     def is_known(self) -> bool:
@@ -218,7 +250,7 @@ def valid_rows(emit: Emitter) -> Node | None:
     """The padding mask [batch, keys] that the model was called with, if it was."""
     for node in inputs_of(emit.graph):
         value = node.meta.get("val")
-        named = "attention_mask" in str(node.meta.get("ridgefill_argument", ""))
+        named = "attention_mask" in str(node.meta.get(ARGUMENT, ""))
         if named and isinstance(value, torch.Tensor) and value.dim() == 2:
             return node
     return None

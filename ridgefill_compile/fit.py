@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ridgefill_compile.errors import RidgefillWarning
 from ridgefill_compile.ridge import RidgeSolver, RidgeStatistics
 from ridgefill_compile.splitmaps import SplitMaps, StoredMap, storage_dtype
 
@@ -57,6 +60,10 @@ def fit_split(
     }
     best = max(mean, key=lambda penalty: (mean[penalty], penalty))
     maps = {layer: _stored(solver, layer, best, dtype).cpu() for layer in sums.layers}
+    sinks = Sinks.of(maps, rows[sums.split], rows, starts)
+    first_rows = FIRST_ROWS if starts and sinks.are_first_rows else 0
+    if lost := sinks.elsewhere(first_rows):
+        _warn_of_sinks(sums.split, lost, len(sinks.starts))
     return SplitMaps.made_of(
         sums.split,
         maps,
@@ -65,29 +72,69 @@ def fit_split(
         held_out=tried[best],
         penalty_cosines=mean,
         widths=widths,
-        first_rows=FIRST_ROWS if starts and first_rows_fail(maps, rows[sums.split], rows, starts) else 0,
+        first_rows=first_rows,
     )
 
 
-def first_rows_fail(
-    maps: Mapping[int, StoredMap], x: Tensor, rows: Mapping[int, Tensor], starts: Sequence[int]
-) -> bool:
-    """Whether the row that begins a text is a sink that no map predicts: far longer in the late layers than other rows
-    are, but not yet recognisable at the split. Every later row attends to it, so it has to be exact.
+@dataclass(frozen=True)
+class Sinks:
+    """Held-out rows that are far longer in some late layer than rows mostly are, and how well they are predicted.
+
+    Every later row may attend to such a row; where its prediction fails, it has to be exact.
+
+    Attributes:
+        lengths: of each row in each late layer, over the layer's median: `[layers, rows]`.
+        cosines: of each row and its prediction: `[layers, rows]`.
+        starts: rows that begin a text: bool `[rows]`.
     """
-    start = torch.zeros(len(x), dtype=torch.bool)
-    start[list(starts)] = True
-    longer, cosines = 0.0, []
-    for layer, stored in maps.items():
-        matrix, offset = stored.floats().float(), stored.offset.float()
-        y = rows[layer][:, -len(offset) :]
-        before_projections = rows[layer].shape[1] - len(offset)
-        length = torch.linalg.vector_norm(rows[layer][:, :before_projections] if before_projections else y, dim=1)
-        longer = max(longer, float(length[start].median() / length[~start].median()))
-        cosine = F.cosine_similarity(x[:, : matrix.shape[1]] @ matrix.T + offset, y, dim=1)
-        cosines.append(torch.stack([cosine[start].mean(), cosine[~start].mean()]))
-    first, others = torch.stack(cosines).median(0).values.tolist()
-    return bool(longer > SINK and first < min(others, WELL_PREDICTED))
+
+    lengths: Tensor
+    cosines: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(
+        cls, maps: Mapping[int, StoredMap], x: Tensor, rows: Mapping[int, Tensor], starts: Sequence[int]
+    ) -> Sinks:
+        """Of some maps, on the held-out rows of `fit_split`; `x`: those of the split state."""
+        start = torch.zeros(len(x), dtype=torch.bool)
+        start[list(starts)] = True
+        lengths, cosines = [], []
+        for layer, stored in maps.items():
+            matrix, offset = stored.floats().float(), stored.offset.float()
+            y = rows[layer][:, -len(offset) :]
+            before_projections = rows[layer].shape[1] - len(offset)
+            length = torch.linalg.vector_norm(rows[layer][:, :before_projections] if before_projections else y, dim=1)
+            lengths.append(length / length[~start].median())
+            cosines.append(F.cosine_similarity(x[:, : matrix.shape[1]] @ matrix.T + offset, y, dim=1))
+        return cls(torch.stack(lengths), torch.stack(cosines), start)
+
+    @property
+    def are_first_rows(self) -> bool:
+        """Whether the row that begins a text is one that no map predicts: not yet recognisable at the split."""
+        longer = self.lengths[:, self.starts].median(1).values.max()
+        first = self.cosines[:, self.starts].mean(1).median()
+        others = self.cosines[:, ~self.starts].mean(1).median()
+        return bool(longer > SINK and first < min(float(others), WELL_PREDICTED))
+
+    def elsewhere(self, first_rows: int) -> int:
+        """How many there are that no map predicts and that are not among the first rows of a text, which are exact."""
+        exact = self.starts.clone()
+        for behind in range(1, first_rows):
+            exact[behind:] |= self.starts[:-behind]
+        lost = (self.lengths > SINK) & (self.cosines < WELL_PREDICTED)
+        return int((lost.any(0) & ~exact).sum())
+
+
+def _warn_of_sinks(split: int, lost: int, rows: int) -> None:
+    warnings.warn(
+        f"split {split}: {lost} of {rows} held-out rows behind the first ones of a text are over {SINK:.0f} times as long as "
+        f"rows mostly are in some late layer, and its map misses them (cosine below {WELL_PREDICTED}); "
+        "later rows may attend to them as they are, so compare the loss at this split and at a deeper one "
+        "(ridgefill eval)",
+        RidgefillWarning,
+        stacklevel=4,
+    )
 
 
 def _stored(solver: RidgeSolver, layer: int, penalty: float, dtype: str) -> StoredMap:

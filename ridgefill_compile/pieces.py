@@ -109,7 +109,7 @@ class InPieces:
         self.tail, self.filled = tail, filled
         self.compile_prompt, self.compile_chunk, self.first_rows = compile_prompt, compile_chunk, first_rows
         names = [node.name for node in inputs_of(module.graph)]
-        self.masks = [place for place, name in enumerate(names) if "attention_mask" in name]
+        self.masks = [place for place, name in enumerate(names) if "mask" in name]
         self.sizes = Sizes(module)
         self.rows: IntLike = next(prompt_rows(module))
         self.graphs: dict[str | None, tuple[Compiled, list[Any]]] = {}
@@ -141,10 +141,15 @@ class InPieces:
             return 0  # without a look at the mask, which may lie on a device
         for place in self.masks:
             mask = inputs[place]
-            if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-                if mask.shape[1] > done + rows:  # a former turn has begun it
-                    return 0
-                begins = int((mask == 0).long().cumprod(1).sum(1).max())
+            if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
+                continue
+            if mask.dim() == 2 and mask.shape[1] > done + rows:  # a former turn has begun it
+                return 0
+            hidden = mask == 0
+            if mask.dim() == 4:  # [batch, heads, rows, keys], 0 or True where a row sees a key
+                last = mask[:, :, -1]
+                hidden = (last.logical_not() if mask.dtype == torch.bool else last < 0).all(1)
+            begins = max(begins, int(hidden.long().cumprod(1).sum(1).max()))
         return min(max(begins + wanted - done, 0), filled)
 
     def run(self, kind: str | None, inputs: Sequence[Any]) -> Any:

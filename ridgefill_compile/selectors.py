@@ -94,6 +94,27 @@ class LayerAttention:
             scores = scores.masked_fill(mask.logical_not(), -torch.inf) if seen else scores + mask.float()
         return scores.softmax(-1).nan_to_num(0.0)  # rows of padding see nothing
 
+    def sees_row_before(self, rows: int) -> Tensor | None:
+        """Of the second and each later prompt row, whether some head lets it see the row before: bool [batch or 1,
+        rows - 1]; None where nothing but causality hides any.
+        """
+        if self.weights_of is not None:
+            seen = self.weights_of[..., : self.keys] > 0
+        elif self.mask is None:
+            return None
+        else:
+            mask = self.mask[(None,) * (4 - self.mask.dim())]
+            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        before = torch.arange(rows - 1, device=seen.device)
+        if isinstance(self.columns, Tensor):
+            before = self.columns[: rows - 1]
+        elif self.columns == "last":
+            before = before + (self.keys - rows)
+        if seen.shape[-2] == 1:
+            return seen[:, :, 0].index_select(-1, before).any(1)
+        index = before.reshape(1, 1, -1, 1).expand(seen.shape[0], seen.shape[1], -1, 1)
+        return seen[:, :, 1:].gather(-1, index).squeeze(-1).any(1)
+
     def on_prefix(self, weights: Tensor, rows: int, prefix: int) -> Tensor:
         """Of attention weights, the columns of prefix rows: [.., prefix]."""
         if isinstance(self.columns, Tensor):
@@ -111,7 +132,8 @@ class Prompt:
         batch, rows, prefix: sequences; prompt rows of each; those of them before the tail.
         device: of the split state.
         ids: token ids [batch, rows]; None where the model was given embeddings.
-        valid: rows that are not padding, bool [batch, rows]; None: all, as far as is known.
+        valid: rows that are not padding, bool [batch, rows]: by the padding mask that the model was called with, else
+            by what attention sees; None: all.
         first: position of the first row: the rows of former turns in a cache that grows, else 0.
         attention: of the layers below the split that have any, in order.
         late_attention: of the late layers, in a first sweep in which the last rows ran them over filled rows alone;
@@ -413,6 +435,24 @@ def choose(prompt: Prompt, selectors: Sequence[Selector], first_rows: int = 0) -
         taken = taken.scatter(1, part, True)
         parts.append(part)
     return torch.cat(parts, -1).sort(-1).values
+
+
+def real_rows(attention: Sequence[LayerAttention], rows: int) -> Tensor | None:
+    """Which rows are not padding in front of a sequence, by what attention sees: bool [batch or 1, rows]; None: all.
+
+    Behind its first row, each row of a sequence sees the one before in some layer, and the first one does not see
+    padding. So a sequence begins where the last unbroken run of such rows does.
+    """
+    told = [seen for each in attention if (seen := each.sees_row_before(rows)) is not None]
+    if not told:
+        return None
+    joined = told[0]
+    for seen in told[1:]:
+        joined = joined | seen
+    is_joined_later = joined.long().flip(-1).cumsum(-1).flip(-1) > 0
+    row = torch.arange(rows, device=joined.device)
+    begin = (joined.logical_not() & is_joined_later).long() * row[1:]
+    return row >= begin.amax(-1, keepdim=True)
 
 
 def first_of(prompt: Prompt, count: int) -> Tensor:

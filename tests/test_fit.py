@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
 
+from ridgefill_compile.errors import RidgefillWarning
 from ridgefill_compile.fit import FIRST_ROWS, fit_split
 from ridgefill_compile.int8 import quantise
 from ridgefill_compile.maps import RidgeMaps
@@ -50,17 +53,17 @@ class TestFirstRows:
 
     STARTS = (0, 200, 400)
 
-    def maps(self, rows, *, visible: bool, length: float = 100.0):
+    def maps(self, rows, *, visible: bool, length: float = 100.0, starts=STARTS, sinks=STARTS):
         """Maps of rows of which some begin a text; `visible`: the split state tells them from the others."""
         rows = {layer: value.clone() for layer, value in rows.items()}
-        for start in self.STARTS:
+        for start in sinks:
             if visible:
                 rows[1][start] = 1000 * torch.ones(WIDTH)
             for layer in (2, 3):
                 direction = torch.linspace(-1, 1, WIDTH) ** 3
                 rows[layer][start] = length * rows[layer].norm(dim=1).median() * direction / direction.norm()
         sums = RidgeStatistics.from_rows(1, rows[1], {layer: rows[layer] for layer in (2, 3)})
-        return fit_split(sums, rows, [1e-6], "float32", starts=self.STARTS)
+        return fit_split(sums, rows, [1e-6], "float32", starts=starts)
 
     def test_a_sink_that_the_split_state_does_not_show_is_kept_exact(self, rows):
         assert self.maps(rows, visible=False).first_rows == FIRST_ROWS
@@ -74,6 +77,16 @@ class TestFirstRows:
     def test_nothing_is_kept_where_no_row_begins_a_text(self, rows):
         sums = RidgeStatistics.from_rows(1, rows[1], {2: rows[2]})
         assert fit_split(sums, rows, [1e-6], "float32").first_rows == 0
+
+    def test_sinks_elsewhere_are_told(self, rows):
+        with pytest.warns(RidgefillWarning, match="split 1: 2 of 600 held-out rows behind the first ones"):
+            self.maps(rows, visible=False, starts=(200,))
+        with pytest.warns(RidgefillWarning, match="split 1: 3 of 600"):  # its first rows are no sinks: none is exact
+            self.maps(rows, visible=False, starts=(300,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.maps(rows, visible=True, starts=(300,))
+            self.maps(rows, visible=False, sinks=(*self.STARTS, 3, 201))  # among the rows that are kept
 
     def test_it_is_stored_with_the_maps(self, rows, tmp_path):
         maps = RidgeMaps([self.maps(rows, visible=False)], layer_count=4)

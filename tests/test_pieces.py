@@ -80,8 +80,9 @@ def test_chunks_differ_from_an_exact_prefill() -> None:
     assert worst([exact["3.keys"]], [filled["3.keys"]]) > 1e-2
 
 
+@pytest.mark.parametrize("is_own_mask", [False, True], ids=["mask of rows", "mask of rows and keys"])
 @pytest.mark.parametrize("cuts", [(50, 40, 30), (5, 3, 82, 30), (100, 20)], ids=str)
-def test_first_rows_of_a_sequence_are_exact(cuts: Sequence[int]) -> None:
+def test_first_rows_of_a_sequence_are_exact(cuts: Sequence[int], is_own_mask: bool) -> None:
     """Wherever the first chunk ends, and in the padded sequence, whose first rows are others."""
     model, ids, begins = FILLED["llama"].build(), token_ids(rows=ROWS, batch=2), 6
     mask = torch.ones_like(ids)
@@ -93,6 +94,9 @@ def test_first_rows_of_a_sequence_are_exact(cuts: Sequence[int]) -> None:
         for rows in cuts:
             end = done + rows
             call = {"attention_mask": mask[:, :end], "use_cache": True, "logits_to_keep": 1}
+            if is_own_mask:
+                sees = torch.ones(end, end, dtype=torch.bool).tril() & mask[:, None, None, :end].bool()
+                call["attention_mask"] = torch.where(sees[:, :, done:], 0.0, torch.finfo(torch.float32).min)
             if done:
                 call["past_key_values"] = cache
             cache, done = cache_of(fast(ids[:, done:end], **call)), end

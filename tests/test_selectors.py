@@ -27,6 +27,7 @@ from ridgefill_compile.selectors import (
     choose,
     count_of,
     parse_rows,
+    real_rows,
 )
 from tests.passes.graphs import fake, fake_mode
 from tests.toys import IDENTITY, compiled, distance, plain, prompt
@@ -394,3 +395,75 @@ class MakesData(EverySoOften):
 def test_a_selector_that_is_not_of_the_graph_is_refused(selector: Selector) -> None:
     with pytest.raises(CannotFill):
         compiled(plain(), IDENTITY | {"strict": True, "rows": selector})(prompt(), logits_to_keep=2)
+
+
+# ---------------------------------------------------------------- where a sequence begins
+
+
+def sees(begin: int, keys: int = ROWS, *, padding_sees: bool = False, window: int = ROWS) -> Tensor:
+    """[1, 1, ROWS, keys]: a prompt's rows see each other, and padding in front of them is seen by none but padding."""
+    row, key = torch.arange(ROWS).unsqueeze(1), torch.arange(keys)
+    mask = (key <= row) & (key >= begin) & (key > row - window)
+    if padding_sees:
+        mask = mask | (row < begin)
+    return mask[None, None]
+
+
+class TestRealRows:
+    """Against where padding was put."""
+
+    @pytest.mark.parametrize("begin", [0, 1, 4])
+    @pytest.mark.parametrize("padding_sees", [False, True], ids=["padding sees nothing", "padding sees all"])
+    @pytest.mark.parametrize("window", [2, ROWS])
+    @pytest.mark.parametrize("kind", ["boolean", "float", "weights", "of heads", "rank 2"])
+    def test_masks(self, begin: int, padding_sees: bool, window: int, kind: str) -> None:
+        mask = sees(begin, padding_sees=padding_sees, window=window)
+        given: dict[str, Any] = {"mask": mask}
+        if kind == "float":
+            given = {"mask": additive(mask)}
+        elif kind == "weights":
+            given = {"weights_of": additive(mask).softmax(-1)}
+        elif kind == "of heads":
+            given = {"mask": torch.cat([torch.zeros_like(mask), mask], 1)}
+        elif kind == "rank 2":
+            given = {"mask": mask[0, 0]}
+        found = real_rows([layer(), layer(causal=False, **given)], ROWS)
+        assert found is not None
+        assert found.tolist() == [[row >= begin for row in range(ROWS)]]
+
+    def test_each_sequence_by_itself(self) -> None:
+        found = real_rows([layer(causal=False, mask=torch.cat([sees(5), sees(0)]))], ROWS)
+        assert found is not None
+        assert found.sum(1).tolist() == [ROWS - 5, ROWS]
+
+    def test_a_mask_of_keys(self) -> None:
+        found = real_rows([layer(mask=sees(3)[:, :, -1:])], ROWS)
+        assert found is not None
+        assert found.sum(1).tolist() == [ROWS - 3]
+
+    def test_padding_behind_is_not_told(self) -> None:
+        mask = sees(0)
+        mask[..., ROWS - 4 :] = False
+        found = real_rows([layer(causal=False, mask=mask)], ROWS)
+        assert found is not None
+        assert found.all()
+
+    def test_keys_elsewhere(self) -> None:
+        """Behind rows of a former turn, and scattered over a static cache."""
+        behind = torch.nn.functional.pad(sees(4), (OLD, 0))
+        scattered = torch.zeros(1, 1, ROWS, ROWS + 4, dtype=torch.bool)
+        scattered[..., POSITIONS] = sees(4)
+        for mask, columns in ((behind, "last"), (scattered, POSITIONS)):
+            found = real_rows([layer(keys=mask.shape[-1], causal=False, mask=mask, columns=columns)], ROWS)
+            assert found is not None
+            assert found.sum(1).tolist() == [ROWS - 4]
+
+    def test_chunks_of_one_layer_do_not_begin_a_sequence(self) -> None:
+        row = torch.arange(ROWS)
+        chunked = sees(2) & (row.unsqueeze(1) // 6 == row // 6)
+        found = real_rows([layer(causal=False, mask=chunked), layer(causal=False, mask=sees(2))], ROWS)
+        assert found is not None
+        assert found.sum(1).tolist() == [ROWS - 2]
+
+    def test_nothing_is_hidden(self) -> None:
+        assert real_rows([layer()], ROWS) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from transformers import PreTrainedModel, StaticCache
 
+from ridgefill_compile import RidgefillWarning
 from ridgefill_compile.attention_at import attention_at
 from ridgefill_compile.passes.attend import write_positions
 from ridgefill_compile.passes.calls import CAUSAL_TAIL, aten, shape
@@ -164,22 +166,71 @@ def test_first_rows_equal_their_definition(name: str) -> None:
         check(variants, 2)
 
 
-def test_first_rows_of_every_sequence_are_exact() -> None:
-    """Those that are not padding, in every late layer; as many others as without them are filled."""
-    model, ids = FILLED["llama"].build(num_hidden_layers=4), token_ids(40, batch=2)
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    call = call_of(ids, attention_mask=mask)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        *itertools.product(["llama", "gemma2_eager", "gemma2"], ["by a padding mask", "by attention"]),
+        ("llama", "by attention, static cache"),
+    ],
+)
+def test_first_rows_of_every_sequence_are_exact(name: str, told: str) -> None:
+    """Those that are not padding, in every late layer, as many others as without them being filled; whether a mask
+    [batch, rows] tells padding, or only what attention sees, by a mask [batch, 1, rows, keys] of the caller's own.
+    """
+    model, ids = {**FILLED, **EAGER}[name].build(num_hidden_layers=4), token_ids(40, batch=2)
+    real = torch.ones_like(ids)
+    real[0, :7] = 0
+    position_ids = (real.cumsum(1) - 1).clamp(min=0)
+    is_static = told.endswith("static cache")
+
+    def call() -> dict[str, Any]:
+        cache = {"past_key_values": StaticCache(model.config, max_cache_len=45)} if is_static else {}
+        return call_of(ids, attention_mask=mask, position_ids=position_ids, **cache)
+
+    mask = real
+    if told != "by a padding mask":
+        sees = torch.ones(40, 40, dtype=torch.bool).tril() & real.bool()[:, None, None]
+        sees = torch.nn.functional.pad(sees, (0, 5 if is_static else 0))
+        mask = torch.where(sees, 0.0, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        exact = states_of(model(**call))
-    kept = states_of(compiled(model, OPTIONS | {"first_rows": 3})(**call))
+        exact = states_of(model(**call()))
+    kept = states_of(compiled(model, OPTIONS | {"first_rows": 3})(**call()))
     assert (report(model).graphs[-1].first_rows, report(model).graphs[-1].kept) == (3, 3)
-    for name, state in kept.items():
+    for state_name, state in kept.items():
+        if state.shape[-2] < 40:
+            continue  # of a sliding window, which has let go of the first rows
         for sequence, begins in ((0, 7), (1, 0)):
-            right = (state - exact[name])[sequence].abs().amax((0, 2)) < CLOSE
+            right = (state - exact[state_name])[sequence].abs().amax((0, 2)) < CLOSE
             assert right[begins : begins + 3].all()
-            if int(name[0]) > SPLIT + 1:
+            if int(state_name[0]) > SPLIT + 1:
                 assert not right[begins + 3 : 40 - TAIL].any()
+
+
+class NamedMask(torch.nn.Module):
+    """A decoder that calls its padding mask by a name of its own, and hides rows nowhere that can be seen."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, real: Tensor) -> Any:
+        return self.model(input_ids, attention_mask=real, use_cache=True, logits_to_keep=2)
+
+
+def test_first_rows_are_refused_where_padding_cannot_be_told() -> None:
+    """A recurrent model has no attention to look at. With no such input, nothing is padded."""
+    ids = token_ids(40, batch=2)
+    options = OPTIONS | {"first_rows": 3, "strict": False}
+    named = NamedMask(built("mamba2"))
+    with pytest.warns(RidgefillWarning, match="cannot be told whether input 'l_real_'"):
+        compiled(named, options)(ids, torch.ones_like(ids))
+    assert not report(named).graphs[-1].filled
+    plain_model = built("mamba2")
+    compiled(plain_model, options)(**call_of(ids))
+    assert report(plain_model).graphs[-1].kept == 3
+    attends = NamedMask(built("llama"))
+    compiled(attends, options)(ids, torch.ones_like(ids))
+    assert report(attends).graphs[-1].kept == 3
 
 
 def test_first_rows_leave_selectors_their_share_of_the_rest() -> None:
