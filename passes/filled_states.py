@@ -4,19 +4,28 @@
     K~ = cat([change(K[:, :, :N-T]),  K[:, :, N-T:]], rows)
 
 Rows of the prefix that are selected to stay exact are put back as they were, and the tail's are not touched.
+
+Where a prompt comes in pieces, the chunk that the tail begins in also changes the filled rows before it, in the cache:
+
+    cat([older, K], rows)      older[.., j, :] -> change(older)[.., j, :]      where `filled_before` says so
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from ridgefill_compile.errors import CannotFill
-from ridgefill_compile.passes.attention_states import AttentionState
-from ridgefill_compile.passes.calls import TO_THE_END, aten, shape
+from ridgefill_compile.passes.attention_states import JOINS, AttentionState
+from ridgefill_compile.passes.calls import TO_THE_END, arguments, aten, positive, shape
+from ridgefill_compile.passes.chunk_inputs import BEFORE
 from ridgefill_compile.passes.emit import Emitter
+from ridgefill_compile.passes.functionalize import COPIES
+from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
 
 
@@ -31,6 +40,7 @@ class FilledStates:
         row_dim: its dimension that counts rows.
         tail: last prompt rows, which are exact.
         selected: positions of the prefix rows that are exact, too.
+        given: further inputs of a chunk, by name.
     """
 
     emit: Emitter
@@ -39,15 +49,17 @@ class FilledStates:
     row_dim: int
     tail: int
     selected: Node | None
+    given: Mapping[str, Node] = field(default_factory=dict)
 
     def change(self, state: AttentionState, change: Callable[[Node], Node]) -> None:
         """Let every reader of a state read `change` of its filled rows: nodes that it adds, of the same shape.
 
         Raises:
-            CannotFill: rows are selected for each sequence apart, and the state does not count sequences apart.
+            CannotFill: rows are selected for each sequence apart, and the state does not count sequences apart; or
+                earlier chunks' rows are to be changed, and their cache does not show where they are.
         """
         value = self.copies[state.rows]
-        readers = list(value.users)
+        readers, joins = list(value.users), list(self._joins(value, state))
         with self.emit.graph.inserting_before(value.next):
             prefix = self.rows(value, state, 0, -self.tail)
             changed = change(prefix)
@@ -55,9 +67,44 @@ class FilledStates:
                 changed = self._put_back(changed, prefix, state, self.selected)
             exact = self.rows(value, state, -self.tail, TO_THE_END)
             whole = self.emit(aten.cat.default, [changed, exact], state.row_dim, like=value)
+        for join, older in joins:
+            with self.emit.graph.inserting_before(join):
+                join.replace_input_with(older, self._earlier_rows(join, older, state, change))
         for reader in readers:
             reader.replace_input_with(value, whole)
         self.copies[state.rows] = whole
+
+    def _joins(self, value: Node, state: AttentionState) -> Iterator[tuple[Node, Node]]:
+        """Where a chunk's rows join older ones, and the node that holds those."""
+        ahead, rank = [value] if BEFORE in self.given else [], len(shape(value))
+        while ahead:
+            node = ahead.pop()
+            for reader in node.users:
+                if reader.target in COPIES:
+                    ahead.append(reader)
+                elif reader.target in JOINS or reader.target is aten.index_copy.default:
+                    given = arguments(reader)
+                    older, new = given["tensors"] if "tensors" in given else (given["self"], given["source"])
+                    if new is node and positive(given["dim"], rank) == state.row_dim and len(shape(older)) == rank:
+                        yield reader, older
+
+    def _earlier_rows(self, join: Node, older: Node, state: AttentionState, change: Callable[[Node], Node]) -> Node:
+        """What an earlier chunk wrote, with its filled rows changed."""
+        index = [arguments(join)["index"]] if join.target is aten.index_copy.default else []
+
+        def merged(older: Tensor, changed: Tensor, before: Tensor, *index: Tensor) -> Tensor:
+            length = older.shape[state.row_dim]
+            first = index[0][:1] if index else length
+            rows_of_prompt = before.shape[0]
+            row = torch.arange(length, device=older.device) - first + rows_of_prompt
+            is_before = (row >= 0) & (row < rows_of_prompt)
+            filled = is_before & (before.to(row.device)[row.clamp(0, rows_of_prompt - 1)] != 0)
+            return torch.where(
+                filled.view([-1 if d == state.row_dim else 1 for d in range(older.dim())]), changed, older
+            )
+
+        (result,) = inline(self.emit, merged, [older, change(older), self.given[BEFORE], *index])
+        return result
 
     def rows(self, value: Node, state: AttentionState, start: int, end: int) -> Node:
         """Rows `start:end` of a value like the state."""

@@ -9,11 +9,15 @@ rows of the tail, which have both a true input x_l and a prediction A_l x_S + b_
 The predicted side is a second copy of the nodes between the layer's input and its state. It is written on every row, of
 which only those c and the prompt's last are read: the rest is for `eliminate`.
 
+Of a prompt in pieces this is done in the chunk that the tail begins in, whose tail rows those are; earlier chunks' rows
+are rescaled in the cache.
+
 Padding needs no care: where it reaches into the tail, all filled rows of that sequence are padding.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -23,6 +27,7 @@ from torch.fx import Node
 
 from ridgefill_compile.passes.attention_states import AttentionState, AttentionStates
 from ridgefill_compile.passes.calls import TO_THE_END, aten, shape
+from ridgefill_compile.passes.chunk_inputs import measured_rows
 from ridgefill_compile.passes.demand import SELECTION
 from ridgefill_compile.passes.emit import Emitter
 from ridgefill_compile.passes.filled_states import FilledStates
@@ -49,42 +54,49 @@ def rescale(
         CannotFill: see `FilledStates.change`.
     """
     devices = {filled.copies[state.rows].meta["val"].device for state in states.found}
-    taking = {count: _TailRows(filled, count, devices) for count in set(counts.values()) if count}
+    with filled.emit.graph.inserting_before(filled.split_state.next):  # once: they share nodes
+        taking = {count: _TailRows(filled, count, devices) for count in sorted(set(counts.values()) - {0})}
     twins: dict[tuple[int, int], dict[Node, Node]] = {}  # by layer and count: what is read on other rows is not shared
 
-    def change(state: AttentionState, count: int, value: Node, prefix: Node) -> Node:
+    def multiplier(state: AttentionState, count: int, value: Node) -> Node:
         known = twins.setdefault((state.layer, count), {})
         if not known:
             known.update(predict(state.layer))
         predicted = taking[count].of_prediction(recomputed(value, known), state)
-        (result,) = inline(
-            filled.emit,
-            partial(rescaled, row_dim=state.row_dim, entry_dim=state.entry_dim),
-            [prefix, taking[count].of_state(value, state), predicted],
-        )
+        exact = taking[count].of_state(value, state)
+        ratio = partial(length_ratio, row_dim=state.row_dim, entry_dim=state.entry_dim)
+        (result,) = inline(filled.emit, ratio, [exact, predicted])
+        return result
+
+    def scale(of_state: Callable[[], Node], rows: Node) -> Node:
+        (result,) = inline(filled.emit, times, [rows, of_state()])
         return result
 
     for state in states.found:
         count = counts[state.role]
         if count:
-            filled.change(state, partial(change, state, count, filled.copies[state.rows]))
+            of_state = functools.cache(partial(multiplier, state, count, filled.copies[state.rows]))
+            filled.change(state, partial(scale, of_state))
 
 
-def rescaled(prefix: Tensor, exact: Tensor, predicted: Tensor, row_dim: int, entry_dim: int) -> Tensor:
-    """Filled rows, times the mean over rows of `|exact| / |predicted|`.
+def length_ratio(exact: Tensor, predicted: Tensor, row_dim: int, entry_dim: int) -> Tensor:
+    """Mean over rows of `|exact| / |predicted|`, at least float32, e.g. [batch, heads, 1, 1].
 
     Args:
-        prefix: e.g. [batch, heads, filled rows, entries].
-        exact: [batch, heads, c, entries].
+        exact: e.g. [batch, heads, c, entries].
         predicted: the same rows, from predicted inputs.
         row_dim: dimension that counts rows.
         entry_dim: dimension that counts a head's entries.
     """
-    wide = torch.promote_types(prefix.dtype, torch.float32)
+    wide = torch.promote_types(exact.dtype, torch.float32)
     have = torch.linalg.vector_norm(predicted.to(wide), dim=entry_dim, keepdim=True)
     want = torch.linalg.vector_norm(exact.to(wide), dim=entry_dim, keepdim=True)
-    multiplier = torch.where(have > 0, want / have, 1.0).mean(row_dim, keepdim=True)
-    return (prefix.to(wide) * multiplier).to(prefix.dtype)
+    return torch.where(have > 0, want / have, 1.0).mean(row_dim, keepdim=True)
+
+
+def times(rows: Tensor, multiplier: Tensor) -> Tensor:
+    """Filled rows, e.g. [batch, heads, rows, entries], times what `length_ratio` gives."""
+    return (rows.to(multiplier.dtype) * multiplier).to(rows.dtype)
 
 
 def recomputed(value: Node, copies: dict[Node, Node]) -> Node:
@@ -115,20 +127,22 @@ class _TailRows:
     def __init__(self, filled: FilledStates, count: int, devices: Iterable[torch.device]) -> None:
         self.filled, self.count = filled, count
         self.index: dict[torch.device, Node] = {}  # their positions: a model may be spread over devices
-        if count < filled.tail:
+        self.in_chunk = filled.given.get(measured_rows(count))
+        if self.in_chunk is None and count < filled.tail:
             rows = shape(filled.split_state)[filled.row_dim]
-            with filled.emit.graph.inserting_before(filled.split_state.next):
-                first = filled.emit.minus(filled.emit.size(rows), filled.tail)
-                self.index = {device: _positions(filled.emit, count, first, device) for device in devices}
+            first = filled.emit.minus(filled.emit.size(rows), filled.tail)
+            self.index = {device: _positions(filled.emit, count, first, device) for device in devices}
 
     def of_state(self, value: Node, state: AttentionState) -> Node:
         """Of a value that is computed on every row."""
+        if self.in_chunk is not None:
+            return self.filled.emit(take_rows, value, self.in_chunk, state.row_dim, None, like=value)
         end = self.count - self.filled.tail or TO_THE_END
         return self.filled.rows(value, state, -self.filled.tail, end)
 
     def of_prediction(self, value: Node, state: AttentionState) -> Node:
         """Of a value that nobody else reads: taken as selected rows, it is computed on them and the last row alone."""
-        index = self.index.get(value.meta["val"].device)
+        index = self.in_chunk or self.index.get(value.meta["val"].device)
         if index is None:
             return self.of_state(value, state)
         taken = self.filled.emit(take_rows, value, index, state.row_dim, None, like=value)

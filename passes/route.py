@@ -31,19 +31,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.int8 import Codes, dequantise
 from ridgefill_compile.passes.attention_states import AttentionStates, attention_states
 from ridgefill_compile.passes.calls import TO_THE_END, arguments, aten, shape
+from ridgefill_compile.passes.chunk_inputs import EXACT, SCANNED, ChunkInputs
 from ridgefill_compile.passes.correct import Correction, correct
 from ridgefill_compile.passes.cuts import Cut, cuts_of
 from ridgefill_compile.passes.demand import SELECTION, has_effect
@@ -54,7 +53,7 @@ from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
 from ridgefill_compile.passes.select_rows import select_rows, valid_rows
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
-from ridgefill_compile.passes.terminal_state import StateCorrection, correct_states, late_scans
+from ridgefill_compile.passes.terminal_state import AT_START, StateCorrection, correct_states, late_scans
 from ridgefill_compile.selectors import Selector
 from ridgefill_compile.splitmaps import INPUT
 
@@ -81,8 +80,8 @@ class Fill:
     """What to fill: the route, the split, the tail, the maps of a ridge route, what selects rows to
     keep exact, how many first rows of each sequence stay so, and the tokenizer's table for selectors that read tokens.
 
-    Of a chunk before the prompt's tail, `tail` is 0; where the tail begins in it, all but the last of its rows of the
-    tail are `given`: positions that are a further input of the graph.
+    Of a chunk before the prompt's tail, `tail` is 0. Where the tail begins in it, or its first rows stay exact, `tail`
+    is 1, and further inputs of the graph tell the other exact rows: `given`.
 
     `cut`: what is predicted of a late layer.
     """
@@ -94,7 +93,7 @@ class Fill:
     selectors: tuple[Selector, ...] = ()
     first_rows: int = 0
     tokens: Mapping[str, torch.Tensor] | None = None
-    given: bool = False
+    given: ChunkInputs | None = None
     cut: str = INPUT
     correction: Correction = field(default_factory=Correction)
     state_correction: StateCorrection | None = None
@@ -121,16 +120,18 @@ def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
     split_state = copies[located.layers[fill.split].input]
     truth = _twin(graph, inputs_of(graph)) if fill.route == "oracle" or fill.correction.splice else {}
     router = _Router(emit, located, fill, cuts, split_state, truth)
-    if fill.given:
-        router.selected = _given_rows(graph, emit, split_state)
+    given: dict[str, Node] = {}
+    if fill.given is not None:
+        given = fill.given.add(graph, emit, split_state.meta["val"].device)
+        router.selected = given[EXACT]
     elif fill.selectors or fill.first_rows:
         router.selected = router.select(copies)
     for cut in cuts:
         router.replace(cut, copies[cut.value])
     if fill.correction:
-        router.correct(copies, attention_states(module.graph, located, fill.split))
+        router.correct(copies, attention_states(module.graph, located, fill.split), given)
     if fill.state_correction is not None:
-        router.correct_states(copies, fill.state_correction)
+        router.correct_states(copies, fill.state_correction, given)
     if fill.route == "none":
         hide_prefix(emit, copies, located, fill, router.selected)
     if fill.tail == 0:
@@ -222,7 +223,7 @@ class _Router:
             reader.replace_input_with(value, merged)
         self.merged[cut] = merged
 
-    def correct(self, copies: dict[Node, Node], states: AttentionStates) -> None:
+    def correct(self, copies: dict[Node, Node], states: AttentionStates, given: Mapping[str, Node]) -> None:
         """Correct the keys and values of filled rows."""
 
         def predict(layer: int) -> dict[Node, Node]:
@@ -232,11 +233,11 @@ class _Router:
             return {self.merged[cut]: self.prediction(cut, value, self.split_state) for cut, value in mine.items()}
 
         filled = FilledStates(
-            self.emit, dict(copies), self.split_state, self.located.row_dim, self.fill.tail, self.selected
+            self.emit, dict(copies), self.split_state, self.located.row_dim, self.fill.tail, self.selected, given
         )
         correct(filled, states, self.fill.correction, predict, self.truth)
 
-    def correct_states(self, copies: dict[Node, Node], correction: StateCorrection) -> None:
+    def correct_states(self, copies: dict[Node, Node], correction: StateCorrection, given: Mapping[str, Node]) -> None:
         """Correct the states that recurrences have at the prefix's end."""
 
         def difference(layer: int, like: Node) -> Node:
@@ -244,8 +245,9 @@ class _Router:
 
         found = late_scans(self.located, self.fill.split).found
         scans = {layer: copies[scan] for layer, scan in found.items()}
-        tail, valid = self.fill.tail, valid_rows(self.emit)
-        correct_states(self.emit, scans, correction.strength, tail, difference, self.selected, valid)
+        valid, chunk = valid_rows(self.emit), self.fill.given
+        end = self.fill.tail if chunk is None else given[SCANNED] if chunk.scanned else AT_START
+        correct_states(self.emit, scans, correction.strength, end, difference, self.selected, valid)
 
     def _keep_selected(self, predicted: Node, value: Node, index: Node) -> Node:
         """The prediction with the true input on selected rows."""
@@ -360,22 +362,6 @@ def _twin(graph: torch.fx.Graph, inputs: list[Node]) -> dict[Node, Node]:
         for node in nodes:
             twins[node] = graph.node_copy(node, lambda n: twins[n])
     return twins
-
-
-def _given_rows(graph: torch.fx.Graph, emit: Emitter, split_state: Node) -> Node:
-    """A further input, behind the others: positions of rows that stay exact, int64 [count], for every sequence."""
-    last = inputs_of(graph)[-1]
-    with graph.inserting_after(last):
-        given = graph.placeholder("exact_rows")
-    context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext([DimDynamic.DYNAMIC])
-    positions = torch.arange(SOME, device=split_state.meta["val"].device)
-    source = ConstantSource("ridgefill_exact_rows")
-    given.meta["val"] = emit.mode.from_tensor(positions, source=source, symbolic_context=context)
-    return given
-
-
-SOME = 97
-"""Rows that are given when a graph is traced: a number that no size has by chance."""
 
 
 def _deny(emit: Emitter, result: Node) -> None:

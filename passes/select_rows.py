@@ -130,9 +130,10 @@ def _check_nothing_is_padded(emit: Emitter, located: Located, ids: Node | None) 
     for node in inputs_of(emit.graph):
         value, name = node.meta.get("val"), str(node.meta.get(ARGUMENT, ""))
         is_known = node is ids or node.name == located.tokens.name or "position" in name
-        if is_known or not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        is_parameter = isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+        if is_known or is_parameter or not isinstance(value, torch.Tensor) or value.dim() != 2:
             continue
-        if any(same(size, located.rows) for size in value.shape):
+        if same(value.shape[1], located.rows):
             raise CannotFill(
                 f"rows are to be kept, and it cannot be told whether input {name or node.name!r} hides some as padding",
                 hint="call the padding mask [batch, rows] attention_mask; or, if nothing is padded, pass first_rows=0 "

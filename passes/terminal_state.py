@@ -22,6 +22,10 @@ The scan becomes two, of N rows with a tail of T, at the last multiple P of its 
 So both scans have the tiles that the one had, and nothing is computed twice, or exactly that was not. Fewer than a tile
 of filled rows, those between P and N - T, are scanned after the correction: rho does not count them, and their own
 errors stay. (To make them exact instead would give a longer tail than asked for, and one of no fixed length.)
+
+Of a prompt in pieces the same is done in the chunk that the tail begins in. All the state that it starts from counts as
+filled rows': what is not, a former turn's and the first rows of the prompt, has had all the prefix to fade. A chunk
+that begins behind P corrects the state that it starts from.
 """
 
 from __future__ import annotations
@@ -39,8 +43,11 @@ from ridgefill_compile.passes.correct import layer_lines
 from ridgefill_compile.passes.emit import Emitter
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
+from ridgefill_compile.passes.rows import IntLike
 from ridgefill_compile.recurrences.table import RECURRENCES
 from ridgefill_compile.recurrences.tiles import TILE
+
+AT_START = "at_start"  # where a chunk corrects states before its first row
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ def correct_states(
     emit: Emitter,
     scans: Mapping[int, Node],
     strength: float,
-    tail: int,
+    end: int | Node | str,
     difference: Callable[[int, Node], Node],
     selected: Node | None = None,
     valid: Node | None = None,
@@ -111,17 +118,20 @@ def correct_states(
         emit: writes the routed graph.
         scans: late layer -> its recurrence in that graph, which is replaced.
         strength: s.
-        tail: T, last prompt rows.
+        end: where the filled prefix ends: T, last prompt rows; or, in a chunk, positions of the rows before P, int64
+            [P], or AT_START.
         difference: adds dM [H, K, V] of a layer, on the device of a node, at the insert point.
         selected: positions of the prefix rows that are exact, int64 [count] or [B, count].
         valid: the padding mask, [B, keys].
     """
     for layer, scan in scans.items():
         given = arguments(scan)
-        extra = {"selected": selected, "valid": valid}
+        if end == AT_START and given["initial_state"] is None:
+            continue  # nothing was filled before
+        extra = {"selected": selected, "valid": valid, "scanned": end if isinstance(end, Node) else None}
         with emit.graph.inserting_before(scan):
             extra["difference"] = difference(layer, given["key"])
-            outputs, state = inline(emit, *_scan_in_two(scan, given, extra, strength, tail))
+            outputs, state = inline(emit, *_scan_in_two(scan, given, extra, strength, end))
         for reader in list(scan.users):
             reader.replace_all_uses_with(outputs if reader.args[1] == 0 else state)
             emit.graph.erase_node(reader)
@@ -129,7 +139,7 @@ def correct_states(
 
 
 def _scan_in_two(
-    scan: Node, given: Mapping[str, Any], extra: Mapping[str, Node | None], strength: float, tail: int
+    scan: Node, given: Mapping[str, Any], extra: Mapping[str, Node | None], strength: float, end: int | Node | str
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Node]]:
     """What to write in a scan's place, as a function of tensors, and its operands."""
     nodes = {name: value for name, value in {**given, **extra}.items() if isinstance(value, Node)}
@@ -144,7 +154,20 @@ def _scan_in_two(
         difference = more.pop("difference")
         assert difference is not None
         call = {name: {**settings, **named}[name] for name in given}
-        return corrected_scan(known.op, call, decay, strength, difference, tail, **more)
+        if end == AT_START:
+            state = call["initial_state"]
+            share = begun(call["key"], more["valid"]).reshape(-1, *[1] * (state.dim() - 1))
+            call["initial_state"] = state + strength * share * difference
+            outputs, final = known.op(*call.values())
+            return outputs, final
+        scanned, rows = more.pop("scanned"), call["key"].shape[1]
+        if isinstance(end, int):  # said so, it is known to leave no fewer than the tail for every number of rows
+            boundary = rows - (end + (rows - end) % TILE)
+        else:
+            assert scanned is not None
+            boundary = scanned.shape[0]
+        in_chunk = scanned is not None
+        return corrected_scan(known.op, call, decay, strength, difference, boundary, **more, is_chunk=in_chunk)
 
     return run, list(nodes.values())
 
@@ -155,9 +178,10 @@ def corrected_scan(
     decay: str,
     strength: float,
     difference: Tensor,
-    tail: int,
+    boundary: IntLike,
     selected: Tensor | None = None,
     valid: Tensor | None = None,
+    is_chunk: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and final state of a scan whose state is corrected before its tail.
 
@@ -167,13 +191,11 @@ def corrected_scan(
         decay: the name of the logarithms of the decay.
         strength: s.
         difference: dM, float32 [H, K, V]
-        tail: T
+        boundary: P
         selected: see `correct_states`.
         valid: see `correct_states`.
+        is_chunk: whether the initial state counts as that of filled rows.
     """
-    rows = call["key"].shape[1]
-    rest = tail + (rows - tail) % TILE  # said so, it is known to be no less than the tail for every number of rows
-    boundary = rows - rest
     apart = {name: value for name, value in call.items() if isinstance(value, Tensor) and name != "initial_state"}
     first = {**call, **{name: value[:, :boundary] for name, value in apart.items()}}
     second = {**call, **{name: value[:, boundary:] for name, value in apart.items()}}
@@ -181,7 +203,11 @@ def corrected_scan(
     if selected is None:  # nobody reads these outputs; the state alone is had without
         _, state = op(*{**first, "query": first["key"][:, :0]}.values())
     filled, present = (each[:, :boundary] for each in rows_that_count(call["key"], selected, valid))
-    share = filled_share(first[decay], filled, present, call["initial_state"] is not None)
+    former = None
+    if call["initial_state"] is not None:
+        one = begun(call["key"], valid if is_chunk else None)
+        former = (one, one if is_chunk else torch.zeros_like(one))
+    share = filled_share(first[decay], filled, present, former)
     while share.dim() < state.dim():
         share = share.unsqueeze(-1)
     outputs, final = op(*{**second, "initial_state": state + strength * share * difference}.values())
@@ -214,14 +240,26 @@ def _on(value: Tensor, like: Tensor) -> Tensor:
     return value if value.device == like.device else value.to(like.device)
 
 
-def filled_share(g: Tensor, filled: Tensor, present: Tensor, former: bool) -> Tensor:
+def begun(like: Tensor, valid: Tensor | None) -> Tensor:
+    """1 for each sequence that has rows before these, and not just padding: float32 [B].
+
+    Args:
+        like: [B, N, ..]
+        valid: the padding mask [B, keys], of which the last N are these rows'; None: every sequence has.
+    """
+    if valid is None:
+        return like.new_ones(like.shape[0], dtype=torch.float32)
+    return (_on(valid, like)[:, : -like.shape[1]] != 0).any(1).to(torch.float32)
+
+
+def filled_share(g: Tensor, filled: Tensor, present: Tensor, former: tuple[Tensor, Tensor] | None) -> Tensor:
     """Share of a state's weight that filled rows hold, between 0 and 1.
 
     Args:
         g: logarithm of the decay, at most 0: [B, P, H], or [B, P, H, K].
         filled: 1 for filled rows, 0 for others, [B, P].
         present: 1 for rows that have a weight, 0 for padding, [B, P].
-        former: whether there was a state before: it counts as one row that is not filled.
+        former: of a state there was before, which counts as one row, the same: [B] each; None: there was none.
 
     Returns:
         float32 [B, H] or [B, H, K]; 0 where no row has a weight.
@@ -230,10 +268,12 @@ def filled_share(g: Tensor, filled: Tensor, present: Tensor, former: bool) -> Te
     # What decays a row are those after it. To take its own off their sum would cost digits, and be NaN at a decay to 0.
     following = torch.cat([decays[:, 1:], torch.zeros_like(decays[:, :1])], 1)
     weights = following.flip(1).cumsum(1).flip(1).exp()
-    while filled.dim() < weights.dim():
-        filled, present = filled.unsqueeze(-1), present.unsqueeze(-1)
+    filled, present = (each.reshape(*each.shape, *[1] * (weights.dim() - 2)) for each in (filled, present))
     total = (weights * present).sum(1)
-    if former:
-        total = total + decays.sum(1).exp()
-    share: Tensor = (weights * filled).sum(1) / total.clamp_min(torch.finfo(torch.float32).tiny)
+    shared = (weights * filled).sum(1)
+    if former is not None:
+        weight = decays.sum(1).exp()
+        there, of_it = (each.reshape(-1, *[1] * (weight.dim() - 1)) for each in former)
+        total, shared = total + there * weight, shared + of_it * weight
+    share: Tensor = shared / total.clamp_min(torch.finfo(torch.float32).tiny)
     return share.clamp(0.0, 1.0)

@@ -55,9 +55,7 @@ def attention_at(
     return outputs
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs [B, H, R, D], and the logarithm of what the softmax divides by, float32 [B, H, R, 1]."""
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     outputs, logarithm = run(query, key, value, 0.0, False, attn_mask=mask, scale=scale)

@@ -20,7 +20,7 @@ from ridgefill_compile.errors import CannotFill, MapsError, OptionError, Ridgefi
 from ridgefill_compile.fill import fill_graph, first_rows, load_maps, other_weights, stamp_of
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.emit import inputs_of
-from ridgefill_compile.pieces import WHOLE, InPieces, Sizes, in_pieces
+from ridgefill_compile.pieces import WHOLE, Chunk, InPieces, Sizes, in_pieces
 from ridgefill_compile.plan import plan, prompt_rows
 from ridgefill_compile.recurrences.retrace import retrace_with_operators
 from ridgefill_compile.report import GraphReport, remember
@@ -109,7 +109,7 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
         module,
         ready,
         lambda inputs: lower(fake_values(lowered), inputs),
-        options.tail,
+        options,
         graph_report.filled,
         partial(compile_chunk, module, options),
         partial(first_rows, options),
@@ -136,7 +136,7 @@ def _lower(
     return for_each_model(compiled, module, inputs, options, graph_report) if graph_report.filled else compiled
 
 
-def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inputs: Sequence[Any]) -> Compiled:
+def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inputs: Sequence[Any]) -> Chunk:
     """The graph of a piece of a prompt, compiled when it is called.
 
     Args:
@@ -163,7 +163,9 @@ def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inpu
         refuse(error, options, graph_report)
     values = fake_values(lowered)
     compiled = _lower(lowered, values, module, inputs, options, graph_report)
-    return compiled if graph_report.filled else lambda *given: compiled(*given[: len(values)])
+    if graph_report.filled:
+        return Chunk(compiled, Sizes(lowered))
+    return Chunk(lambda *given: compiled(*given[: len(values)]), Sizes(module), is_filled=False)
 
 
 def refuse(error: Exception, options: Options, graph_report: GraphReport) -> None:
@@ -216,7 +218,7 @@ def for_each_model(
         if not fits(inputs):
             return module.forward(*inputs)
         if options.route != "lossless":
-            given = len(inputs[-1]) if len(inputs) > width else None  # exact rows of a chunk
+            given = len(inputs[width]) if len(inputs) > width else None  # exact rows of a chunk
             count = sizes.value(rows, inputs)
             kept = graph_report.kept_of(count) if given is None else given
             graph_report.rows_filled += count - (graph_report.tail or 0) - kept

@@ -30,7 +30,7 @@ from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.terminal_state import StateCorrection, late_scans
-from ridgefill_compile.pieces import WHOLE
+from ridgefill_compile.pieces import CORRECTED, CORRECTED_AT_START, WHOLE, further_inputs
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
 from ridgefill_compile.selectors import Selector, parse_rows
@@ -71,12 +71,12 @@ def fill_graph(
     if chunk is None and not graph_report.continues:
         fill = replace(fill, first_rows=first_rows(options))
     if chunk is not None:
-        fill = of_chunk(fill, chunk)
+        fill = of_chunk(fill, chunk, options)
         graph_report.tail = fill.tail
     graph_report.split, graph_report.first_rows = fill.split, fill.first_rows
     run("check", lambda: _check(captured, located, fill))
-    if correction:
-        told = correction.told(attention_states(captured.graph, located, fill.split))
+    if fill.correction:
+        told = fill.correction.told(attention_states(captured.graph, located, fill.split))
         graph_report.corrected, graph_report.uncorrected = told
     if fill.state_correction is not None:
         done, left = late_scans(located, fill.split).told()
@@ -111,19 +111,22 @@ def continues(located: Located) -> bool:
     return False
 
 
-def of_chunk(fill: Fill, chunk: str) -> Fill:
-    """The fill of a piece of a prompt.
+def of_chunk(fill: Fill, chunk: str, options: Options) -> Fill:
+    """The fill of a piece of a prompt: corrections are made once, where the prompt's tail begins.
 
     Raises:
         CannotFill: an option that needs the whole prompt.
     """
-    if fill.selectors or fill.correction or fill.state_correction is not None:
+    if fill.selectors or fill.correction.splice is not None:
         raise CannotFill(
-            "a prompt in pieces cannot have rows selected or states corrected: its last rows are not there yet",
-            hint="run the prompt at once, or without the options 'rows', 'value_rescale', 'key_rescale', "
-            "'state_correction' and 'splice'",
+            "a prompt in pieces cannot have rows selected or states spliced: its last rows are not there yet",
+            hint="run the prompt at once, or without the options 'rows' and 'splice'",
         )
-    return replace(fill, tail=0) if chunk == WHOLE else replace(fill, tail=1, given=True)
+    if chunk not in (CORRECTED, CORRECTED_AT_START):
+        fill = replace(fill, correction=Correction(), state_correction=None)
+    if chunk == WHOLE:
+        return replace(fill, tail=0)
+    return replace(fill, tail=1, given=further_inputs(options, chunk))
 
 
 def _drop_unread_rows(captured: GraphModule, run: PassRunner, graph_report: GraphReport) -> GraphModule:

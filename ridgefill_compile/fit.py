@@ -93,9 +93,7 @@ class Sinks:
     starts: Tensor
 
     @classmethod
-    def of(
-        cls, maps: Mapping[int, StoredMap], x: Tensor, rows: Mapping[int, Tensor], starts: Sequence[int]
-    ) -> Sinks:
+    def of(cls, maps: Mapping[int, StoredMap], x: Tensor, rows: Mapping[int, Tensor], starts: Sequence[int]) -> Sinks:
         """Of some maps, on the held-out rows of `fit_split`; `x`: those of the split state."""
         start = torch.zeros(len(x), dtype=torch.bool)
         start[list(starts)] = True
@@ -128,8 +126,8 @@ class Sinks:
 
 def _warn_of_sinks(split: int, lost: int, rows: int) -> None:
     warnings.warn(
-        f"split {split}: {lost} of {rows} held-out rows behind the first ones of a text are over {SINK:.0f} times as long as "
-        f"rows mostly are in some late layer, and its map misses them (cosine below {WELL_PREDICTED}); "
+        f"split {split}: {lost} of {rows} held-out rows behind the first ones of a text are over {SINK:.0f} times as "
+        f"long as rows mostly are in some late layer, and its map misses them (cosine below {WELL_PREDICTED}); "
         "later rows may attend to them as they are, so compare the loss at this split and at a deeper one "
         "(ridgefill eval)",
         RidgefillWarning,

@@ -9,6 +9,11 @@ length is said once:
 or around a chunk loop of one's own. A chunk before the tail is filled whole, one in the tail runs exactly, and in one
 that the tail begins in, its rows of the tail are exact. A chunk that is filled whole has no true logits: they are NaN.
 Where maps do not predict the first rows of a sequence, those are exact, and so is the last one of their chunk.
+
+Corrections are made once, in the chunk that the tail's first row is in: lengths are measured on the rows of the tail
+that it holds, and what earlier chunks filled is rescaled in the cache; states of recurrences are corrected where the
+prefix ends. So each is what it is for a prompt at once, where that chunk holds the rows to measure (`value_rescale`,
+`key_rescale`) and the last tile of filled rows.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,22 +30,28 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ridgefill_compile.errors import CannotFill, OptionError, RidgefillWarning
+from ridgefill_compile.options import Options
+from ridgefill_compile.passes.chunk_inputs import ChunkInputs, ChunkRows
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.passes.rows import IntLike
 from ridgefill_compile.plan import prompt_rows
+from ridgefill_compile.recurrences.tiles import TILE
 
 Compiled = Callable[..., Any]
 
 PROMPT, WHOLE, BEGINNING = "prompt", "whole", "beginning"
 """A whole prompt; and what is filled of a chunk: all of it, or the rows before the tail (None: nothing)."""
+CORRECTED, CORRECTED_AT_START = "corrected", "corrected at its start"
+"""As BEGINNING, with corrections; and where no whole tile of the filled prefix is in the chunk."""
 
 
 @dataclass
 class PromptInPieces:
-    """A prompt of `rows` rows, of which the first `done` have run."""
+    """A prompt of `rows` rows, of which the first `done` have run; `filled`: whether each of those was filled."""
 
     rows: int
     done: int = 0
+    filled: list[bool] = field(default_factory=list)
 
     def filled_rows(self, rows: int, tail: int) -> int:
         """How many of the next `rows` are to be filled; they count as done from now on."""
@@ -83,6 +94,37 @@ def in_pieces() -> bool:
     return _current.get() is not None
 
 
+def corrects(options: Options) -> bool:
+    """Whether filled rows or states are corrected."""
+    return bool(options.value_rescale or options.key_rescale or options.state_correction)
+
+
+def further_inputs(options: Options, kind: str) -> ChunkInputs:
+    """What the graph of a chunk of some kind is told beside the model's inputs."""
+    if kind == BEGINNING:
+        return ChunkInputs()
+    counts = sorted({options.value_rescale, options.key_rescale} - {0})
+    at_start = kind == CORRECTED_AT_START
+    return ChunkInputs(tuple(counts), bool(options.state_correction) and not at_start, at_start)
+
+
+@dataclass
+class Chunk:
+    """A compiled graph for chunks of one kind.
+
+    Attributes:
+        run: the graph; it takes what `further_inputs` names behind the model's inputs.
+        sizes: what its symbolic sizes are.
+        is_filled: whether it fills what its kind says, and does not run exactly.
+        guards: what must hold of the sizes.
+    """
+
+    run: Compiled
+    sizes: Sizes
+    is_filled: bool = True
+    guards: Sequence[Any] = ()
+
+
 class InPieces:
     """A compiled prompt graph that knows what to do with a chunk; without `prompt_length` it is the graph as compiled.
 
@@ -90,7 +132,7 @@ class InPieces:
         module: Dynamo's graph.
         ready: it, compiled for a whole prompt: filled, or exact. None: not yet.
         compile_prompt: compiles it so, given a prompt's inputs.
-        tail: exact rows at the prompt's end.
+        options: the backend's.
         filled: whether a whole prompt is filled, and so runs just its last `tail` rows exactly.
         compile_chunk: what is filled of a chunk (None: nothing), and the chunk's inputs -> the graph compiled so.
         first_rows: how many rows that begin a sequence stay exact.
@@ -101,38 +143,49 @@ class InPieces:
         module: GraphModule,
         ready: Compiled | None,
         compile_prompt: Callable[[Sequence[Any]], Compiled],
-        tail: int,
+        options: Options,
         filled: bool,
-        compile_chunk: Callable[[str | None, Sequence[Any]], Compiled],
+        compile_chunk: Callable[[str | None, Sequence[Any]], Chunk],
         first_rows: Callable[[], int],
     ) -> None:
-        self.tail, self.filled = tail, filled
+        self.options, self.tail, self.filled = options, options.tail, filled
         self.compile_prompt, self.compile_chunk, self.first_rows = compile_prompt, compile_chunk, first_rows
         names = [node.name for node in inputs_of(module.graph)]
         self.masks = [place for place, name in enumerate(names) if "mask" in name]
         self.sizes = Sizes(module)
         self.rows: IntLike = next(prompt_rows(module))
-        self.graphs: dict[str | None, tuple[Compiled, list[Any]]] = {}
+        self.graphs: dict[str | None, Chunk] = {}
         if ready is not None:
-            self.graphs[PROMPT] = ready, []  # the sizes it relies on are guarded by Dynamo
+            self.graphs[PROMPT] = Chunk(ready, self.sizes)  # the sizes it relies on are guarded by Dynamo
 
     def __call__(self, *inputs: Any) -> Any:
         """Run a prompt, or the next chunk of one."""
         prompt = _current.get()
         if prompt is None:
             return self.run(PROMPT, inputs)
-        rows = self.sizes.value(self.rows, inputs)
-        done, filled = prompt.done, prompt.filled_rows(rows, self.tail)
-        if filled == (rows - self.tail if self.filled else 0):
+        count = self.sizes.value(self.rows, inputs)
+        done, before = prompt.done, tuple(prompt.filled)
+        filled = prompt.filled_rows(count, self.tail)
+        tail_begins = filled < count and done + filled == prompt.rows - self.tail
+        corrected = tail_begins and corrects(self.options)
+        if filled == (count - self.tail if self.filled else 0) and not (corrected and any(before)):
             return self.run(PROMPT, inputs)
-        first = self.first_exact(inputs, rows, done, filled) if filled else 0
-        if first == filled:
-            return self.run(None, inputs)
-        if filled == rows and not first:
-            return self.run(WHOLE, inputs)
-        device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
-        exact = [*range(first), *range(filled, rows - 1)]
-        return self.run(BEGINNING, (*inputs, torch.tensor(exact, dtype=torch.int64, device=device)))
+        first = self.first_exact(inputs, count, done, filled) if filled else 0
+        exact = [*range(first), *range(filled, count - 1)]
+        # States end with a tile of the prompt, as if it had been run at once; nothing is shorter than two rows.
+        scanned = min(max((prompt.rows - self.tail) // TILE * TILE - done, 0), filled)
+        rows = ChunkRows(count, filled, exact, before, scanned)
+        if corrected and (any(before) or first < filled):
+            kind: str | None = CORRECTED if scanned > 1 else CORRECTED_AT_START
+        elif first == filled:
+            kind = None
+        else:
+            kind = BEGINNING if exact or filled < count else WHOLE
+        result = self.run(kind, inputs, rows)
+        exact += [] if kind == WHOLE else [count - 1]
+        is_filled = [row < filled and row not in exact for row in range(count)]
+        prompt.filled += is_filled if self.graphs[kind].is_filled else [False] * count
+        return result
 
     def first_exact(self, inputs: Sequence[Any], rows: int, done: int, filled: int) -> int:
         """How many of a chunk's first rows stay exact, since some sequence of the batch begins there."""
@@ -152,22 +205,28 @@ class InPieces:
             begins = max(begins, int(hidden.long().cumprod(1).sum(1).max()))
         return min(max(begins + wanted - done, 0), filled)
 
-    def run(self, kind: str | None, inputs: Sequence[Any]) -> Any:
+    def run(self, kind: str | None, inputs: Sequence[Any], rows: ChunkRows | None = None) -> Any:
         """A prompt, or a chunk, on the graph for its kind, which is compiled when the first one comes by.
 
         Dynamo's guards were made before that. So sizes that this compilation relied on are looked at here.
         """
+        if rows is not None and kind not in (None, WHOLE):
+            device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
+            inputs = (*inputs, *further_inputs(self.options, kind).values(rows, device))
         if kind not in self.graphs:
             before = len(self.sizes.guards())
-            compiled = self.compile_prompt(inputs) if kind == PROMPT else self.compile_chunk(kind, inputs)
-            self.graphs[kind] = compiled, self.sizes.guards()[before:]
-        compiled, guards = self.graphs[kind]
-        if not all(self.sizes.holds(guard.expr, inputs) for guard in guards):
+            if kind == PROMPT:
+                self.graphs[kind] = Chunk(self.compile_prompt(inputs), self.sizes)
+            else:
+                self.graphs[kind] = self.compile_chunk(kind, inputs)
+            self.graphs[kind].guards = self.sizes.guards()[before:]
+        chunk = self.graphs[kind]
+        if not all(chunk.sizes.holds(guard.expr, inputs) for guard in chunk.guards):
             raise CannotFill(
-                f"a chunk of another kind of length than the ones before: {guards[0].expr} no longer holds",
+                f"a chunk of another kind of length than the ones before: {chunk.guards[0].expr} no longer holds",
                 hint="call torch._dynamo.reset(), or use chunks of equal length",
             )
-        return compiled(*inputs)
+        return chunk.run(*inputs)
 
 
 class Sizes:
@@ -177,7 +236,7 @@ class Sizes:
         self.places: dict[Any, tuple[int, int | None]] = {}
         self.environment: ShapeEnv | None = None
         for place, node in enumerate(inputs_of(module.graph)):
-            value = node.meta.get("example_value")
+            value = node.meta.get("example_value", node.meta.get("val"))
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
             for dim, size in enumerate(sizes):
                 if isinstance(size, torch.SymInt):
@@ -200,6 +259,6 @@ class Sizes:
     def _values(self, expression: Any, inputs: Sequence[Any]) -> dict[Any, int]:
         found = {}
         for symbol in expression.free_symbols:
-            place, dim = self.places.get(symbol, (-1, 0))  # of the positions that are given, behind all others
+            place, dim = self.places[symbol]
             found[symbol] = int(inputs[place] if dim is None else inputs[place].shape[dim])
         return found

@@ -110,6 +110,57 @@ def test_first_rows_of_a_sequence_are_exact(cuts: Sequence[int], is_own_mask: bo
             assert worst([exact[name][:, :, 20:60]], [state[:, :, 20:60]]) > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"value_rescale": 8, "key_rescale": 5}),
+        ("qwen3", {"key_rescale": 8}),
+        ("gemma2", {"value_rescale": 8}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cuts", [(50, 40, 30), (48, 48, 24), (96, 24), (60, 48, 12), (100, 20), (40, 72, 8)], ids=str)
+def test_lengths_are_corrected_as_at_once(name: str, options: dict[str, int], cuts: Sequence[int]) -> None:
+    """On as many rows of the tail as the chunk holds that it begins in; earlier chunks are rescaled, too."""
+    model, ids = FILLED[name].build(), token_ids(rows=ROWS, batch=2)
+    measured = {name: min(rows, 4) if cuts == (100, 20) else rows for name, rows in options.items()}
+    whole, plain = at_once(compiled(model, **measured), ids), at_once(compiled(model), ids)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        last = in_pieces(compiled(model, **options), ids, cuts)[-1]
+    assert worst([whole.logits], [last.logits]) < 1e-5
+    states, found = states_of(whole), states_of(last)
+    assert max(worst([states[key]], [found[key]]) for key in states) < 1e-4
+    assert worst([whole.logits], [plain.logits]) > 1e-4
+
+
+def test_exact_rows_of_earlier_chunks_keep_their_length() -> None:
+    """First rows, and the last one of their chunk; all others are as long as at once."""
+    model, ids, cuts = FILLED["llama"].build(), token_ids(rows=ROWS), (50, 40, 30)
+    plain = states_of(in_pieces(compiled(model, first_rows=3), ids, cuts)[-1])
+    found = states_of(in_pieces(compiled(model, first_rows=3, value_rescale=8), ids, cuts)[-1])
+    ratio = (found["3.values"] / plain["3.values"]).mean((0, 1, 3))
+    exact = [0, 1, 2, 49, *range(ROWS - TAIL, ROWS)]
+    assert worst([ratio[exact]], [torch.ones(len(exact))]) < 1e-5
+    filled = [row for row in range(ROWS) if row not in exact]
+    assert worst([ratio[filled]], [ratio[10].expand(len(filled))]) < 1e-4
+    assert abs(ratio[10] - 1) > 1e-3
+
+
+def test_lengths_are_corrected_in_a_static_cache_and_behind_a_former_turn() -> None:
+    """Rows of the former turn are left as they are."""
+    model, ids, former = FILLED["llama"].build(), token_ids(rows=ROWS), token_ids(rows=30, seed=3)
+    outputs = []
+    for cuts in ((ROWS,), (50, 40, 30)):
+        for is_static in (False, True):
+            fast = compiled(model, value_rescale=8)
+            static = StaticCache(config=model.config, max_cache_len=ROWS + 40)
+            with torch.no_grad():
+                cache = cache_of(model(former, use_cache=True, **({"past_key_values": static} if is_static else {})))
+            outputs.append(in_pieces(fast, ids, cuts, cache)[-1])
+    for output in outputs[1:]:
+        assert worst([outputs[0].logits], [output.logits]) < 1e-5
+
+
 def test_a_chunk_without_true_logits_has_none() -> None:
     """Logits of a chunk that is filled whole are NaN; those of later ones are numbers."""
     outputs = in_pieces(compiled(FILLED["llama"].build()), token_ids(rows=ROWS), (50, 40, 30))

@@ -14,7 +14,7 @@ from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.correct import Correction
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.locate import locate
-from ridgefill_compile.passes.rescale import rescaled
+from ridgefill_compile.passes.rescale import length_ratio, times
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.report import report
@@ -144,8 +144,8 @@ def test_keys_that_are_normed_stay_as_they_are(name: str) -> None:
 
 def test_nothing_predicted_stays_nothing() -> None:
     zero, ones = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3, 4)
-    assert torch.equal(rescaled(ones, ones, zero, 2, 3), ones)
-    assert rescaled(ones.half(), ones.half(), 3 * ones.half(), 2, 3).dtype == torch.float16
+    assert torch.equal(times(ones, length_ratio(ones, zero, 2, 3)), ones)
+    assert times(ones.half(), length_ratio(ones.half(), 3 * ones.half(), 2, 3)).dtype == torch.float16
 
 
 class TestGraphs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from ridgefill_compile.recurrences.substitute import substitute_recurrences
 from ridgefill_compile.recurrences.tiles import TILE
 from ridgefill_compile.report import report
 from ridgefill_compile.testing.variants import Variants
+from ridgefill_compile.zoo.calling import worst
 from tests.decoders import RECURRENT, cache_of, token_ids
 from tests.passes.graphs import named, traced
 from tests.recurrences import test_delta_rule, test_linear_attention
@@ -46,9 +48,11 @@ CASES = {
 }
 
 
-def share_by_loop(g: Tensor, filled: Tensor, present: Tensor, former: bool) -> Tensor:
+def share_by_loop(g: Tensor, filled: Tensor, present: Tensor, former: tuple[Tensor, Tensor] | None) -> Tensor:
     """As the sums are defined, row by row."""
-    total, held = torch.full_like(g[:, 0], float(former)), torch.zeros_like(g[:, 0])
+    total, held = torch.zeros_like(g[:, 0]), torch.zeros_like(g[:, 0])
+    if former is not None:
+        total, held = (each.reshape(-1, *[1] * (g.dim() - 2)).expand_as(total) for each in former)
     for t in range(g.shape[1]):
         of_row = [each[:, t].reshape(-1, *[1] * (g.dim() - 2)) for each in (present, filled)]
         total, held = g[:, t].exp() * total + of_row[0], g[:, t].exp() * held + of_row[1]
@@ -56,14 +60,15 @@ def share_by_loop(g: Tensor, filled: Tensor, present: Tensor, former: bool) -> T
 
 
 class TestShare:
-    @pytest.mark.parametrize("former", [False, True])
+    @pytest.mark.parametrize("former", [None, ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0]), ([1.0, 0.0, 1.0], [1.0, 0.0, 1.0])])
     @pytest.mark.parametrize("channels", [(), (5,)])
     @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 40.0])
-    def test_is_what_a_loop_says(self, channels: tuple[int, ...], scale: float, former: bool) -> None:
+    def test_is_what_a_loop_says(self, channels: tuple[int, ...], scale: float, former: Any) -> None:
         g = -scale * torch.rand(3, 90, 4, *channels, dtype=torch.float64)
         filled = (torch.rand(3, 90) < 0.6).double()
         present = torch.maximum(filled, (torch.rand(3, 90) < 0.6).double())
         filled[0], present[0] = 0.0, 0.0
+        former = former and tuple(torch.tensor(each, dtype=torch.float64) for each in former)
         found = filled_share(g, filled, present, former)
         torch.testing.assert_close(found.double(), share_by_loop(g, filled, present, former), rtol=1e-5, atol=1e-6)
 
@@ -71,12 +76,12 @@ class TestShare:
         g = torch.zeros(1, 6, 1)
         g[0, 3] = -torch.inf
         filled = torch.tensor([[1.0, 1.0, 1.0, 0.0, 1.0, 1.0]])
-        found = filled_share(g, filled, torch.ones(1, 6), former=True)
+        found = filled_share(g, filled, torch.ones(1, 6), former=(torch.ones(1), torch.zeros(1)))
         torch.testing.assert_close(found, torch.tensor([[2 / 3]]))
 
     def test_of_filled_rows_alone_is_one(self) -> None:
         ones = torch.ones(2, 500)
-        assert torch.equal(filled_share(-torch.rand(2, 500, 3), ones, ones, former=False), torch.ones(2, 3))
+        assert torch.equal(filled_share(-torch.rand(2, 500, 3), ones, ones, former=None), torch.ones(2, 3))
 
     @pytest.mark.parametrize("index", [torch.tensor([1, 3]), torch.tensor([[1, 3], [0, 2]])])
     def test_selected_rows_and_padding_are_not_filled(self, index: Tensor) -> None:
@@ -135,7 +140,8 @@ def by_hand(case: Case, given: Arguments, tail: int, difference: Tensor) -> tupl
     ]
     _, state = case.loop(parts[0])
     ones = torch.ones(parts[0]["g"].shape[:2])
-    share = share_by_loop(parts[0]["g"], ones, ones, given["initial_state"] is not None)
+    one_row = None if given["initial_state"] is None else (torch.ones(len(ones)), torch.zeros(len(ones)))
+    share = share_by_loop(parts[0]["g"], ones, ones, one_row)
     while share.dim() < state.dim():
         share = share.unsqueeze(-1)
     outputs, state = case.loop(parts[1] | {"initial_state": state + STRENGTH * share * difference})
@@ -293,6 +299,67 @@ class TestModels:
         assert 0.5 < added[1] / added[0] < 1.0
 
 
+class TestPieces:
+    """A prompt in chunks: the state is corrected once, where the prefix ends."""
+
+    ROWS = 2 * TILE + TAIL + 6
+    MAPS = with_states(torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(3)))
+
+    def in_pieces(self, of: Any, cuts: Sequence[int], **options: Any) -> Any:
+        run, ids, at = fast(of, self.MAPS, **options), token_ids(self.ROWS), 0
+        cache: dict[str, Any] = {}
+        with prompt_length(self.ROWS):
+            for rows in cuts:
+                output = run(ids[:, at : at + rows], **CALL, **cache)
+                cache, at = {"past_key_values": cache_of(output)}, at + rows
+        return output
+
+    @pytest.mark.parametrize(
+        "cuts",
+        [
+            (TILE, TILE + TAIL + 6),
+            (100, TILE + TAIL - 30),
+            (2 * TILE, TAIL + 6),  # the prefix's last tile ends with the first chunk
+            (2 * TILE + 10, TAIL - 4),  # the tail begins in the first chunk
+            (TILE + 7, TILE - 7, TAIL + 6),
+        ],
+        ids=str,
+    )
+    def test_states_are_those_of_the_prompt_at_once(self, cuts: Sequence[int]) -> None:
+        of = model()
+        whole = fast(of, self.MAPS, state_correction=0.5)(token_ids(self.ROWS), **CALL)
+        off = fast(of, self.MAPS)(token_ids(self.ROWS), **CALL)
+        found = self.in_pieces(of, cuts, state_correction=0.5)
+        close(late_state(found), late_state(whole))
+        close(found.logits[:, -1], whole.logits[:, -1])
+        assert worst([late_state(off)], [late_state(whole)]) > 1e-2
+
+    @pytest.mark.parametrize("cuts", [(100, TILE + TAIL - 30), (2 * TILE, TAIL + 6)], ids=str)
+    def test_a_sequence_that_has_not_begun_has_no_state_to_correct(self, cuts: Sequence[int]) -> None:
+        """Its prefix is padding alone."""
+        of, ids = model(), token_ids(self.ROWS, batch=2)
+        mask = torch.ones_like(ids)
+        mask[0, : -TAIL + 4] = 0
+        run, at = fast(of, self.MAPS, state_correction=0.5), 0
+        cache: dict[str, Any] = {}
+        with prompt_length(self.ROWS):
+            for rows in cuts:
+                at += rows
+                output = run(ids[:, at - rows : at], attention_mask=mask[:, :at], **CALL, **cache)
+                cache = {"past_key_values": cache_of(output)}
+        whole = fast(of, self.MAPS, state_correction=0.5)(ids, attention_mask=mask, **CALL)
+        close(late_state(output), late_state(whole))
+
+    def test_filled_rows_behind_the_last_tile_may_come_before(self) -> None:
+        """In a chunk of their own: their share is corrected, too."""
+        of = model()
+        whole = fast(of, self.MAPS, state_correction=0.5)(token_ids(self.ROWS), **CALL)
+        off = fast(of, self.MAPS)(token_ids(self.ROWS), **CALL)
+        found = self.in_pieces(of, (2 * TILE + 3, TAIL + 3), state_correction=0.5)
+        left, missing = (worst([late_state(each)], [late_state(whole)]) for each in (found, off))
+        assert left < missing / 4
+
+
 class TestScans:
     @pytest.mark.parametrize(
         ("name", "found", "left"),
@@ -320,11 +387,6 @@ class TestRefusals:
         maps = with_states(torch.zeros(4, 16, 8))
         with pytest.raises(CannotFill, match=r"layer 2 is \[4, 16, 8\], and the model's state \[4, 16, 16\]"):
             fast(model(), maps, state_correction=1.0)(token_ids(150), **CALL)
-
-    def test_a_prompt_in_pieces(self) -> None:
-        run = fast(model(), with_states(), state_correction=1.0)
-        with prompt_length(300), pytest.raises(CannotFill, match="in pieces"):
-            run(token_ids(150), **CALL)
 
     @pytest.mark.parametrize(
         "state", [torch.zeros(4, 4), torch.zeros(4, 4, 4, dtype=torch.bfloat16), torch.zeros(1, 4, 4, 4)]
