@@ -37,6 +37,7 @@ from ridgefill_compile.evaluate.texts import Window, split_texts
 from ridgefill_compile.evaluate.trained import NAME, cache_folder, load_trained
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.selectors import Attention, LongerTail, Pooled, QuestionBlind, Random
+from ridgefill_compile.splitmaps import PROJECTIONS
 
 SPLITS = (15, 11)
 FITTED = (11, 15, 19)
@@ -54,8 +55,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "tail": {"rows": (LongerTail(SHARE),)},
     "key_rescale": {"key_rescale": 256},  # the rows of the tail that are not scored
     "int8": {"maps": "int8"},  # no rows, but maps in another type, which are bfloat16 else
+    PROJECTIONS: {"maps": PROJECTIONS},  # nor here, but maps to what keys and values are made of
 }
-"""Name -> options of the backend, besides split and tail; of maps, their type."""
+"""Name -> options of the backend, besides split and tail; of maps, their type, or what they predict."""
 CONTROLS = (RIDGE, "random", "tail")
 """Arms that every other one is held against, token by token."""
 
@@ -81,10 +83,15 @@ def measure(
             texts = split_texts()
             fitted = texts.calibration(tokenizer, 2048, 60)
             held_out = texts.held_out(tokenizer, rows + 1, windows)
-        maps = demo_maps(model, tokenizer, digest, fitted, *sorted({*FITTED, *splits}))
+        all_splits = sorted({*FITTED, *splits})
+        maps = demo_maps(model, tokenizer, digest, fitted, *all_splits)
+        direct = (
+            demo_maps(model, tokenizer, digest, fitted, *all_splits, cut=PROJECTIONS) if PROJECTIONS in arms else maps
+        )
         settings = (digest, str(model.dtype), tail, SCORED, cut, versions())
         kept = Kept(cache_folder() / f"selected-rows-{digest_of(settings)}")
-        scores = score_arms(model, [maps.at(each) for each in splits], arms, held_out, tail, cut, kept)
+        by_split = {each: (maps.at(each), direct.at(each)) for each in splits}
+        scores = score_arms(model, by_split, arms, held_out, tail, cut, kept)
         kinds = tokens_of(scores)
         result = {
             "model": NAME,
@@ -119,19 +126,30 @@ def chosen(names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 
 
 def score_arms(
-    model: Any, maps: Sequence[RidgeMaps], arms: Arms, windows: Sequence[Window], tail: int, cut: int, kept: Kept
+    model: Any,
+    maps: Mapping[int, tuple[RidgeMaps, RidgeMaps]],
+    arms: Arms,
+    windows: Sequence[Window],
+    tail: int,
+    cut: int,
+    kept: Kept,
 ) -> dict[tuple[int, str], list[TokenScores]]:
-    """Scores of every arm at every split on every window; the exact model runs once a window, and once cut."""
+    """Scores of every arm at every split on every window; the exact model runs once a window, and once cut.
+
+    `maps`: split -> those to layer inputs, and those to projections.
+    """
     torch._dynamo.reset()
     forwards: dict[tuple[int, str], Forward] = {(0, CUT): without_the_rest(model, cut)}
     names = {(0, CUT): CUT}
-    for each in maps:
-        base = {"maps": each, "split": each.split, "tail": tail, "inner": "eager", "strict": True}
-        stored = digest_of(*(each.matrix(layer) for layer in each.layers))
+    for at, (to_inputs, to_projections) in maps.items():
+        base = {"split": at, "tail": tail, "inner": "eager", "strict": True}
         for arm, options in arms.items():
-            own = {**options, "maps": each.to(options["maps"])} if "maps" in options else options
-            forwards[each.split, arm] = filling(model, {**base, **own})
-            names[each.split, arm] = f"{each.split}-{digest_of(stored, sorted(options.items()))}"
+            kind = options.get("maps")
+            each = to_projections if kind == PROJECTIONS else to_inputs
+            stored = digest_of(*(each.matrix(layer) for layer in each.layers))
+            own = {**options, "maps": each.to(kind) if kind == "int8" else each}
+            forwards[at, arm] = filling(model, {**base, **own})
+            names[at, arm] = f"{at}-{digest_of(stored, sorted(options.items()))}"
     scores: dict[tuple[int, str], list[TokenScores]] = {key: [] for key in forwards}
     limit = torch._dynamo.config.patch(recompile_limit=len(forwards) + 8)  # each arm compiles the model once
     with limit, progress(f"exact and {len(forwards)} arms", len(windows)) as step:

@@ -25,6 +25,7 @@ from ridgefill_compile.evaluate.texts import Texts, Window, long_prompt, split_t
 from ridgefill_compile.evaluate.trained import NAME, cache_folder, load_trained
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.report import report
+from ridgefill_compile.splitmaps import INPUT
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,19 @@ def run_demo(settings: DemoSettings, picture: Path) -> dict[str, Any]:
 
 
 def demo_maps(
-    model: Any, tokenizer: Any, digest: str, windows: Sequence[Window], *splits: int, by_length: bool = False
+    model: Any,
+    tokenizer: Any,
+    digest: str,
+    windows: Sequence[Window],
+    *splits: int,
+    by_length: bool = False,
+    cut: str = INPUT,
 ) -> RidgeMaps:
     """Maps of the demo's model, calibrated once for each text and set of splits and kept in the cache folder.
 
     An interrupted calibration goes on where it stopped.
     """
-    fit = "rows by length" if by_length else "rows alike"
+    fit = ("rows by length" if by_length else "rows alike") + ("" if cut == INPUT else f", {cut}")
     key = hashlib.sha256(repr((digest, splits, versions(), model.dtype, fit)).encode())
     for window in windows:
         key.update(window.ids.numpy().tobytes())
@@ -108,8 +115,8 @@ def demo_maps(
     if not (folder / "manifest.json").exists():  # written last
         ids = [window.ids for window in windows]
         unfinished = f"{folder}.unfinished"
-        given = {"splits": splits, "tokenizer": tokenizer, "window": ids[0].shape[1], "by_length": by_length}
-        maps = calibrate(model, ids, **given, checkpoint=unfinished)
+        given = {"tokenizer": tokenizer, "window": ids[0].shape[1], "by_length": by_length, "cut": cut}
+        maps = calibrate(model, ids, splits=splits, **given, checkpoint=unfinished)
         maps.save(folder)
     return RidgeMaps.load(folder, model=model, tokenizer=tokenizer)
 

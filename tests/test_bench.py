@@ -144,7 +144,8 @@ def test_selected_rows_are_scored_once(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(selected_rows, "SCORED", 24)
     windows = [Window(str(n), "prose", torch.randint(0, 64, (1, 321))) for n in range(3)]
     arms = {name: selected_rows.ARMS[name] for name in ("ridge", "pooled", "random", "int8")}
-    arguments = (tiny_model(), [tiny_maps(1), tiny_maps(2)], arms, windows, 32, 40, Kept(tmp_path))
+    maps = {split: (tiny_maps(split), tiny_maps(split)) for split in (1, 2)}
+    arguments = (tiny_model(), maps, arms, windows, 32, 40, Kept(tmp_path))
     scores = selected_rows.score_arms(*arguments)
     assert scores.keys() == {(0, "cut"), *((split, arm) for split in (1, 2) for arm in arms)}
     assert all(len(each) == 3 for each in scores.values())
