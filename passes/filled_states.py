@@ -12,7 +12,7 @@ Where a prompt comes in pieces, the chunk that the tail begins in also changes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -59,7 +59,7 @@ class FilledStates:
                 earlier chunks' rows are to be changed, and their cache does not show where they are.
         """
         value = self.copies[state.rows]
-        readers, joins = list(value.users), list(self._joins(value, state))
+        readers, joins = list(value.users), self._joins(value, state)
         with self.emit.graph.inserting_before(value.next):
             prefix = self.rows(value, state, 0, -self.tail)
             changed = change(prefix)
@@ -74,19 +74,32 @@ class FilledStates:
             reader.replace_input_with(value, whole)
         self.copies[state.rows] = whole
 
-    def _joins(self, value: Node, state: AttentionState) -> Iterator[tuple[Node, Node]]:
-        """Where a chunk's rows join older ones, and the node that holds those."""
+    def _joins(self, value: Node, state: AttentionState) -> list[tuple[Node, Node]]:
+        """Where a chunk's rows join older ones, and the node that holds those; none of a state that is these rows."""
+        found, is_kept_alone = [], False
         ahead, rank = [value] if BEFORE in self.given else [], len(shape(value))
         while ahead:
             node = ahead.pop()
             for reader in node.users:
+                is_kept_alone |= reader.op == "output"
                 if reader.target in COPIES:
                     ahead.append(reader)
                 elif reader.target in JOINS or reader.target is aten.index_copy.default:
                     given = arguments(reader)
                     older, new = given["tensors"] if "tensors" in given else (given["self"], given["source"])
-                    if new is node and positive(given["dim"], rank) == state.row_dim and len(shape(older)) == rank:
-                        yield reader, older
+                    if new is not node or positive(given["dim"], rank) != state.row_dim:
+                        continue
+                    if len(shape(older)) == rank:
+                        found.append((reader, older))
+                    else:  # an empty cache
+                        ahead.append(reader)
+        if not found and not is_kept_alone and BEFORE in self.given:
+            raise CannotFill(
+                f"layer {state.layer}'s {state.role}s of earlier chunks cannot be told apart in the cache",
+                value,
+                "run the prompt at once, or do not rescale states",
+            )
+        return found
 
     def _earlier_rows(self, join: Node, older: Node, state: AttentionState, change: Callable[[Node], Node]) -> Node:
         """What an earlier chunk wrote, with its filled rows changed."""

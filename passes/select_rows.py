@@ -73,7 +73,7 @@ def select_rows(
     places = [{name: operands.add(node) for name, node in parts.nodes.items()} for parts in layers]
     known = {name: operands.add(node) for name, node in (("state", state), ("ids", ids), ("valid", valid)) if node}
     tables = {name: operands.add(node) for name, node in (tokens or {}).items()}
-    one_index = (not layers and valid is None) or not _has_sequences(state, located)
+    one_index = (not selectors and not layers and valid is None) or not _has_sequences(state, located)
 
     def index(*values: Any) -> torch.Tensor:
         attention = tuple(

@@ -182,9 +182,9 @@ class InPieces:
         else:
             kind = BEGINNING if exact or filled < count else WHOLE
         result = self.run(kind, inputs, rows)
-        exact += [] if kind == WHOLE else [count - 1]
-        is_filled = [row < filled and row not in exact for row in range(count)]
-        prompt.filled += is_filled if self.graphs[kind].is_filled else [False] * count
+        end = filled if kind == WHOLE else min(filled, count - 1)  # of any other, the last row at least is exact
+        is_filled = self.graphs[kind].is_filled
+        prompt.filled += [is_filled and first <= row < end for row in range(count)]
         return result
 
     def first_exact(self, inputs: Sequence[Any], rows: int, done: int, filled: int) -> int:
