@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -303,6 +304,28 @@ def test_sequences_of_other_content_have_other_rows() -> None:
     assert index.shape == (2, count_of(0.2, 32))
     assert not torch.equal(index[0], index[1])
     assert all(row.tolist() == sorted(set(row.tolist())) for row in index)
+
+
+@dataclass(frozen=True)
+class HighestToken:
+    """A selector that looks at the ids alone."""
+
+    share: float = 0.2
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """[batch, prefix]"""
+        assert prompt.ids is not None
+        return prompt.ids[:, : prompt.prefix].float()
+
+
+def test_sequences_choose_apart_where_no_layer_has_attention() -> None:
+    ids = token_ids(40, batch=2)
+    variants = variants_of([HighestToken()], 2, ways={"eliminated": ("identity", True)})
+    variants.run(built("mamba2"), call_of(ids))
+    index = index_of(variants)
+    for sequence in range(2):
+        order = ids[sequence, :32].sort(descending=True, stable=True).indices
+        assert index[sequence].tolist() == sorted(order[: count_of(0.2, 32)].tolist())
 
 
 def test_padding_is_not_selected() -> None:
