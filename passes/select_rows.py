@@ -61,14 +61,18 @@ def select_rows(
     state = copies[located.layers[split].input]
     ids = _token_ids(located, copies)
     valid = valid_rows(emit)
-    found = [_Parts(copies, located, layer) for layer in range(split if selectors or valid is None else 0)]
-    if swept is not None:
-        found += [_Parts(swept, located, layer) for layer in range(split, len(located.layers))]
-    layers = [parts for parts in found if parts.is_known]
-    if valid is None and not any(parts.layer < split for parts in layers):
+    early = [_Parts(copies, located, layer) for layer in range(split if selectors or valid is None else 0)]
+    layers = [parts for parts in early if parts.is_known]
+    telling = [] if valid is not None else _telling(layers, _Parts(copies, located, split))
+    if telling is None:
         _check_nothing_is_padded(emit, located, ids)
     if not selectors:
-        layers = [parts for parts in layers if parts.tells_padding]
+        layers = []
+    layers += [parts for parts in telling or () if parts not in layers]
+    late = len(layers)
+    if swept is not None:
+        again = [_Parts(swept, located, layer) for layer in range(split, len(located.layers))]
+        layers += [parts for parts in again if parts.is_known]
     operands = _Operands()
     places = [{name: operands.add(node) for name, node in parts.nodes.items()} for parts in layers]
     known = {name: operands.add(node) for name, node in (("state", state), ("ids", ids), ("valid", valid)) if node}
@@ -86,7 +90,7 @@ def select_rows(
         if "valid" in known:
             valid = values[known["valid"]][:, -rows:] != 0
         else:
-            valid = real_rows([each for each in attention if each.layer < split], rows)
+            valid = real_rows(attention[:late], rows)
         prompt = Prompt(
             batch=1 if one_index else split_state.shape[0],
             rows=rows,
@@ -96,7 +100,7 @@ def select_rows(
             ids=given if given is None or given.dim() == 2 else given.unsqueeze(0),
             valid=valid,
             attention=tuple(each for each in attention if each.layer < split),
-            late_attention=tuple(each for each in attention if each.layer >= split),
+            late_attention=attention[late:],
             tokens=TokenTable(**{name: values[place] for name, place in tables.items()}) if tables else None,
         )
         chosen = choose(prompt, selectors, first_rows)
@@ -119,6 +123,20 @@ def _has_sequences(state: Node, located: Located) -> bool:
     if len(shape(state)) > 2 and not same(shape(state)[1], 1):
         raise CannotFill("rows cannot be selected of sequences that lie behind the rows", state, "pass one at a time")
     return False
+
+
+def _telling(early: Sequence[_Parts], own: _Parts) -> list[_Parts] | None:
+    """The layers whose attention tells which rows are padding; None where no layer does.
+
+    Args:
+        early: layers below the split whose attention is known.
+        own: the layer at the split, whose input is still exact. Its weights are not read: all rows would be computed.
+    """
+    if early:
+        return [parts for parts in early if parts.tells_padding]
+    if own.is_known and "weights_of" not in own.nodes:
+        return [own] if own.tells_padding else []
+    return None
 
 
 def _check_nothing_is_padded(emit: Emitter, located: Located, ids: Node | None) -> None:

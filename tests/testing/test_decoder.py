@@ -51,7 +51,7 @@ def test_left_padding_changes_nothing(case):
 @given(config=decoder_configs())
 def test_every_matrix_matters(config):
     """Zeroing any matrix moves the outputs: a rewrite that drops one cannot pass."""
-    decoder = Decoder(config)
+    decoder = Decoder(config).double()  # a decay's matrix may move little
     ids = torch.arange(9)[None] % config.vocabulary
     with torch.no_grad():
         expected = decoder(ids)
@@ -61,7 +61,7 @@ def test_every_matrix_matters(config):
             saved = weight.clone()
             weight.zero_()
             moved = [(new - old).abs().max() for new, old in zip(flat(decoder(ids)), flat(expected), strict=True)]
-            assert max(moved) > 1e-3, name
+            assert max(moved) > 1e-6, name
             weight.copy_(saved)
 
 
