@@ -321,9 +321,11 @@ def check_gain(graph_report: GraphReport, blocked: list[Node]) -> None:
 def keep_input_sources(result: GraphModule, module: GraphModule) -> None:
     """Hand on what Dynamo knows of its graph's inputs: Inductor reads off it which of them keep their address."""
     sources = {}
-    for new, old in zip(inputs_of(result.graph), inputs_of(module.graph), strict=False):  # one may be given more
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
+    known = [getattr(node, "_dynamo_source", None) for node in inputs_of(module.graph)]
+    for place, node in enumerate(inputs_of(result.graph)):
+        source = known[place] if place < len(known) else ConstantSource(node.name)  # what a chunk is told beside them
+        if source is not None:
+            node._dynamo_source = source
     for name, _ in [*result.named_parameters(), *result.named_buffers()]:
         sources[name] = ConstantSource(name)
     result._param_name_to_source = sources  # type: ignore[assignment]

@@ -138,6 +138,16 @@ def test_lengths_are_corrected_as_at_once(name: str, options: dict[str, int], cu
     assert max(worst([states[key]], [found[key]]) for key in states) < 1e-4
 
 
+def test_inductor_takes_chunks() -> None:
+    """Every kind of chunk's graph, corrected, and with first rows."""
+    model, ids = FILLED["llama"].build(num_hidden_layers=4), token_ids(rows=ROWS)
+    options = {"value_rescale": 8, "first_rows": 3}
+    answers = [
+        in_pieces(compiled(model, inner=inner, **options), ids, (50, 40, 30))[-1] for inner in ("eager", "inductor")
+    ]
+    assert worst([answers[0].logits], [answers[1].logits]) < 1e-4
+
+
 def test_exact_rows_of_earlier_chunks_keep_their_length() -> None:
     """First rows, and the last one of their chunk; all others are as long as at once."""
     model, ids, cuts = FILLED["llama"].build(), token_ids(rows=ROWS), (50, 40, 30)
