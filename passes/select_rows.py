@@ -22,7 +22,8 @@ from ridgefill_compile.passes.functionalize import COPIES
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
 from ridgefill_compile.passes.rows import same
-from ridgefill_compile.selectors import LayerAttention, Prompt, Selector, choose, real_rows
+from ridgefill_compile.prompt import LayerAttention, Prompt, real_rows
+from ridgefill_compile.selectors import Selector, choose
 from ridgefill_compile.tokens import TokenTable
 
 LAID_OUT = (

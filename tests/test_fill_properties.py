@@ -19,8 +19,9 @@ from torch.fx import GraphModule
 
 from ridgefill_compile import calibrate
 from ridgefill_compile.errors import RidgefillWarning
+from ridgefill_compile.prompt import Prompt
 from ridgefill_compile.report import report
-from ridgefill_compile.selectors import LongerTail, Prompt, Random, choose, parse_rows
+from ridgefill_compile.selectors import LongerTail, Random, choose, parse_rows
 from ridgefill_compile.testing import Decoder, DecoderConfig
 from ridgefill_compile.testing.decoder import FillCase, Layer
 from ridgefill_compile.testing.mixing import States

@@ -13,21 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ridgefill_compile.errors import CannotFill, OptionError
+from ridgefill_compile.prompt import LayerAttention, Prompt, real_rows
 from ridgefill_compile.report import report
 from ridgefill_compile.selectors import (
     SELECTORS,
     Attention,
-    LayerAttention,
     LongerTail,
     Pooled,
-    Prompt,
     QuestionBlind,
     Random,
     Selector,
     choose,
     count_of,
     parse_rows,
-    real_rows,
 )
 from tests.passes.graphs import fake, fake_mode
 from tests.toys import IDENTITY, compiled, distance, plain, prompt

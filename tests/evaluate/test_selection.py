@@ -9,7 +9,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 from ridgefill_compile.errors import OptionError
 from ridgefill_compile.evaluate.arms import filling, last_logits
 from ridgefill_compile.evaluate.selection import selection
-from ridgefill_compile.selectors import Attention, LayerAttention, Pooled, Prompt, choose
+from ridgefill_compile.prompt import LayerAttention, Prompt
+from ridgefill_compile.selectors import Attention, Pooled, choose
 from tests.evaluate.tiny import tiny_maps, tiny_model
 
 ROWS, TAIL, SPLIT = 320, 32, 2

@@ -20,17 +20,9 @@ from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.rows import plain
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
 from ridgefill_compile.passes.verify import verify
+from ridgefill_compile.prompt import LayerAttention, Prompt
 from ridgefill_compile.report import report
-from ridgefill_compile.selectors import (
-    Attention,
-    LayerAttention,
-    Prompt,
-    Random,
-    choose,
-    count_of,
-    count_of_rows,
-    parse_rows,
-)
+from ridgefill_compile.selectors import Attention, Random, choose, count_of, count_of_rows, parse_rows
 from ridgefill_compile.testing.difference import values_of
 from ridgefill_compile.testing.variants import Variants
 from ridgefill_compile.zoo.calling import worst
