@@ -145,7 +145,7 @@ def calibrate(
         dtype: of the stored maps, "bfloat16", "float32" or "int8" (see `RidgeMaps.to`); held-out figures are of the
             tensors as stored.
         cut: what the maps predict of a late layer: its "input", or, to compare, the "projections" that its keys and
-            values are made of (cheaper to fill with, and worse: the layer's norm no longer sets their scale).
+            values are made of (cheaper to fill with; the layer's norm no longer sets their scale).
         by_length: weigh rows by their square length, as the paper does; else each alike (see `ridge.py`).
 
     Raises:
