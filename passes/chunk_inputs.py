@@ -49,7 +49,8 @@ class ChunkInputs:
     def names(self) -> list[str]:
         """Names of the inputs, in order."""
         measured = [measured_rows(count) for count in self.measured]
-        return [EXACT, *measured, *([BEFORE] if measured else []), *([SCANNED] if self.scanned else [])]
+        before = [BEFORE] if measured or self.scanned else []
+        return [EXACT, *measured, *before, *([SCANNED] if self.scanned else [])]
 
     def add(self, graph: Graph, emit: Emitter, device: torch.device) -> dict[str, Node]:
         """Add the inputs to a graph: name -> node."""

@@ -42,7 +42,7 @@ from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.int8 import Codes, dequantise
 from ridgefill_compile.passes.attention_states import AttentionStates, attention_states
 from ridgefill_compile.passes.calls import TO_THE_END, arguments, aten, shape
-from ridgefill_compile.passes.chunk_inputs import EXACT, SCANNED, ChunkInputs
+from ridgefill_compile.passes.chunk_inputs import BEFORE, EXACT, SCANNED, ChunkInputs
 from ridgefill_compile.passes.correct import Correction, correct
 from ridgefill_compile.passes.cuts import Cut, cuts_of
 from ridgefill_compile.passes.demand import SELECTION, has_effect
@@ -247,7 +247,8 @@ class _Router:
         scans = {layer: copies[scan] for layer, scan in found.items()}
         valid, chunk = valid_rows(self.emit), self.fill.given
         end = self.fill.tail if chunk is None else given[SCANNED] if chunk.scanned else AT_START
-        correct_states(self.emit, scans, correction.strength, end, difference, self.selected, valid)
+        before = given.get(BEFORE)
+        correct_states(self.emit, scans, correction.strength, end, difference, self.selected, valid, before)
 
     def _keep_selected(self, predicted: Node, value: Node, index: Node) -> Node:
         """The prediction with the true input on selected rows."""

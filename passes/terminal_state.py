@@ -23,9 +23,9 @@ So both scans have the tiles that the one had, and nothing is computed twice, or
 of filled rows, those between P and N - T, are scanned after the correction: rho does not count them, and their own
 errors stay. (To make them exact instead would give a longer tail than asked for, and one of no fixed length.)
 
-Of a prompt in pieces the same is done in the chunk that the tail begins in. All the state that it starts from counts as
-filled rows': what is not, a former turn's and the first rows of the prompt, has had all the prefix to fade. A chunk
-that begins behind P corrects the state that it starts from.
+Of a prompt in pieces the same is done in the chunk that the tail begins in. The state that it starts from counts as one
+filled row's if any row of the prompt before it is filled: what is not, a former turn's and the prompt's first rows, has
+had all the prefix to fade. A chunk that begins behind P corrects the state that it starts from.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def correct_states(
     difference: Callable[[int, Node], Node],
     selected: Node | None = None,
     valid: Node | None = None,
+    before: Node | None = None,
 ) -> None:
     """Correct the state of late recurrences.
 
@@ -123,12 +124,14 @@ def correct_states(
         difference: adds dM [H, K, V] of a layer, on the device of a node, at the insert point.
         selected: positions of the prefix rows that are exact, int64 [count] or [B, count].
         valid: the padding mask, [B, keys].
+        before: of each row of the prompt before a chunk, whether it is filled.
     """
     for layer, scan in scans.items():
         given = arguments(scan)
         if end == AT_START and given["initial_state"] is None:
             continue  # nothing was filled before
-        extra = {"selected": selected, "valid": valid, "scanned": end if isinstance(end, Node) else None}
+        extra = {"selected": selected, "valid": valid, "before": before}
+        extra["scanned"] = end if isinstance(end, Node) else None
         with emit.graph.inserting_before(scan):
             extra["difference"] = difference(layer, given["key"])
             outputs, state = inline(emit, *_scan_in_two(scan, given, extra, strength, end))
@@ -166,8 +169,7 @@ def _scan_in_two(
         else:
             assert scanned is not None
             boundary = scanned.shape[0]
-        in_chunk = scanned is not None
-        return corrected_scan(known.op, call, decay, strength, difference, boundary, **more, is_chunk=in_chunk)
+        return corrected_scan(known.op, call, decay, strength, difference, boundary, **more)
 
     return run, list(nodes.values())
 
@@ -181,7 +183,7 @@ def corrected_scan(
     boundary: IntLike,
     selected: Tensor | None = None,
     valid: Tensor | None = None,
-    is_chunk: bool = False,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and final state of a scan whose state is corrected before its tail.
 
@@ -194,24 +196,24 @@ def corrected_scan(
         boundary: P
         selected: see `correct_states`.
         valid: see `correct_states`.
-        is_chunk: whether the initial state counts as that of filled rows.
+        before: see `correct_states`; with any row filled, the initial state counts as that of filled rows.
     """
     apart = {name: value for name, value in call.items() if isinstance(value, Tensor) and name != "initial_state"}
     first = {**call, **{name: value[:, :boundary] for name, value in apart.items()}}
     second = {**call, **{name: value[:, boundary:] for name, value in apart.items()}}
-    before, state = op(*first.values())
+    outputs_before, state = op(*first.values())
     if selected is None:  # nobody reads these outputs; the state alone is had without
         _, state = op(*{**first, "query": first["key"][:, :0]}.values())
     filled, present = (each[:, :boundary] for each in rows_that_count(call["key"], selected, valid))
     former = None
     if call["initial_state"] is not None:
-        one = begun(call["key"], valid if is_chunk else None)
-        former = (one, one if is_chunk else torch.zeros_like(one))
+        one = begun(call["key"], None if before is None else valid)
+        former = (one, torch.zeros_like(one) if before is None else one * (_on(before, one) != 0).any())
     share = filled_share(first[decay], filled, present, former)
     while share.dim() < state.dim():
         share = share.unsqueeze(-1)
     outputs, final = op(*{**second, "initial_state": state + strength * share * difference}.values())
-    return torch.cat([before, outputs], 1), final
+    return torch.cat([outputs_before, outputs], 1), final
 
 
 def rows_that_count(like: Tensor, selected: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -41,12 +41,12 @@ def attention_at(
     outputs = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
     scale = size**-0.5 if scale is None else scale
     groups = heads // key.shape[1]
-    query, key, value = _of_equal_sizes(query, key, value)
+    query, key, value = _as_the_kernel_reads(query, key, value)
     first, last = positions.reshape(-1, rows).amin(0).tolist(), positions.reshape(-1, rows).amax(0).tolist()
     for start in range(0, rows, ROWS_AT_ONCE):
         end = min(start + ROWS_AT_ONCE, rows)
         seen, some = first[start], last[end - 1] + 1
-        mine = query[:, :, start:end].unflatten(1, (-1, groups)).flatten(2, 3)
+        mine = query[:, :, start:end].unflatten(1, (-1, groups)).flatten(2, 3).contiguous()
         hidden = mask[..., start:end, seen:some].reshape(-1, 1, end - start, some - seen).repeat(1, 1, groups, 1)
         found = _attention(mine, key[:, :, seen:some], value[:, :, seen:some], hidden, scale)
         if seen:
@@ -69,10 +69,13 @@ def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
     return outputs.to(one[0].dtype), torch.logaddexp(one[1], other[1])
 
 
-def _of_equal_sizes(*tensors: Tensor) -> list[Tensor]:
-    """With zeros behind their last dimension, where another one's is longer: so the kernel takes them."""
+def _as_the_kernel_reads(*tensors: Tensor) -> list[Tensor]:
+    """With zeros behind their last dimension, where another one's is longer; its entries side by side in memory, which
+    the kernel takes for granted.
+    """
     size = max(tensor.shape[-1] for tensor in tensors)
-    return [functional.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in tensors]
+    padded = [functional.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in tensors]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
 
 
 @attention_at.register_fake

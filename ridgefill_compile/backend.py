@@ -20,7 +20,7 @@ from ridgefill_compile.errors import CannotFill, MapsError, OptionError, Ridgefi
 from ridgefill_compile.fill import fill_graph, first_rows, load_maps, other_weights, stamp_of
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.emit import inputs_of
-from ridgefill_compile.pieces import WHOLE, Chunk, InPieces, Sizes, in_pieces
+from ridgefill_compile.pieces import WHOLE, Chunk, InPieces, Sizes, counting_rows, in_pieces
 from ridgefill_compile.plan import plan, prompt_rows
 from ridgefill_compile.recurrences.retrace import retrace_with_operators
 from ridgefill_compile.report import GraphReport, remember
@@ -101,8 +101,10 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
         return _lower(lowered, values, module, inputs, options, graph_report)
 
     one_row = graph_report.rows == 1 and not graph_report.dynamic
-    if graph_report.rows is None or one_row or options.route in ("exact", "lossless"):
+    if graph_report.rows is None or options.route in ("exact", "lossless"):
         return lower(example_inputs, example_inputs)
+    if one_row:
+        return counting_rows(lower(example_inputs, example_inputs), options)
     # Of a prompt in pieces this graph may not be wanted, but those of its chunks.
     ready = None if in_pieces() else lower(example_inputs, example_inputs)
     return InPieces(
@@ -164,8 +166,8 @@ def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inpu
     values = fake_values(lowered)
     compiled = _lower(lowered, values, module, inputs, options, graph_report)
     if graph_report.filled:
-        return Chunk(compiled, Sizes(lowered))
-    return Chunk(lambda *given: compiled(*given[: len(values)]), Sizes(module), is_filled=False)
+        return Chunk(compiled, Sizes(lowered), lambda: graph_report.rows_filled)
+    return Chunk(lambda *given: compiled(*given[: len(values)]), Sizes(module))
 
 
 def refuse(error: Exception, options: Options, graph_report: GraphReport) -> None:
@@ -214,9 +216,9 @@ def for_each_model(
             if options.strict:
                 raise refusal
             remember([inputs[place] for place in places], _exactly(graph_report, refusal))
-            return module.forward(*inputs)
+            return module.forward(*inputs[:width])
         if not fits(inputs):
-            return module.forward(*inputs)
+            return module.forward(*inputs[:width])
         if options.route != "lossless":
             given = len(inputs[width]) if len(inputs) > width else None  # exact rows of a chunk
             count = sizes.value(rows, inputs)

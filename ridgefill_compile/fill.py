@@ -30,7 +30,7 @@ from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.terminal_state import StateCorrection, late_scans
-from ridgefill_compile.pieces import CORRECTED, CORRECTED_AT_START, WHOLE, further_inputs
+from ridgefill_compile.pieces import CORRECTED, LENGTHS, WHOLE, further_inputs
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
 from ridgefill_compile.selectors import Selector, parse_rows
@@ -122,8 +122,10 @@ def of_chunk(fill: Fill, chunk: str, options: Options) -> Fill:
             "a prompt in pieces cannot have rows selected or states spliced: its last rows are not there yet",
             hint="run the prompt at once, or without the options 'rows' and 'splice'",
         )
-    if chunk not in (CORRECTED, CORRECTED_AT_START):
-        fill = replace(fill, correction=Correction(), state_correction=None)
+    if chunk not in CORRECTED:
+        fill = replace(fill, correction=Correction())
+    if chunk not in CORRECTED or chunk == LENGTHS:
+        fill = replace(fill, state_correction=None)
     if chunk == WHOLE:
         return replace(fill, tail=0)
     return replace(fill, tail=1, given=further_inputs(options, chunk))

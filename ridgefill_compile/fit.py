@@ -117,9 +117,9 @@ class Sinks:
 
     def elsewhere(self, first_rows: int) -> int:
         """How many there are that no map predicts and that are not among the first rows of a text, which are exact."""
-        exact = self.starts.clone()
-        for behind in range(1, first_rows):
-            exact[behind:] |= self.starts[:-behind]
+        exact = torch.zeros_like(self.starts)
+        for behind in range(first_rows):
+            exact[behind:] |= self.starts[: len(exact) - behind]
         lost = (self.lengths > SINK) & (self.cosines < WELL_PREDICTED)
         return int((lost.any(0) & ~exact).sum())
 

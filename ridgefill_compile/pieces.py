@@ -35,14 +35,15 @@ from ridgefill_compile.passes.chunk_inputs import ChunkInputs, ChunkRows
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.passes.rows import IntLike
 from ridgefill_compile.plan import prompt_rows
+from ridgefill_compile.prompt import HIDING
 from ridgefill_compile.recurrences.tiles import TILE
 
 Compiled = Callable[..., Any]
 
 PROMPT, WHOLE, BEGINNING = "prompt", "whole", "beginning"
 """A whole prompt; and what is filled of a chunk: all of it, or the rows before the tail (None: nothing)."""
-CORRECTED, CORRECTED_AT_START = "corrected", "corrected at its start"
-"""As BEGINNING, with corrections; and where no whole tile of the filled prefix is in the chunk."""
+CORRECTED = LENGTHS, STATES, STATES_AT_START = "lengths corrected", "states corrected", "states corrected at its start"
+"""As BEGINNING, with corrections: of lengths alone, or of states, too, behind some rows of the chunk or before them."""
 
 
 @dataclass
@@ -89,23 +90,45 @@ def prompt_length(rows: Any) -> Iterator[None]:
         )
 
 
+def counting_rows(compiled: Compiled, options: Options) -> Compiled:
+    """A graph of one row, compiled exactly, that counts as a chunk where a prompt is under way.
+
+    Warns:
+        RidgefillWarning: the tail begins with it, so nothing is corrected.
+    """
+
+    def run(*inputs: Any) -> Any:
+        prompt = _current.get()
+        if prompt is not None and prompt.done < prompt.rows:
+            begins = prompt.done == prompt.rows - options.tail and any(prompt.filled)
+            if begins and (measured_counts(options) or options.state_correction):
+                warnings.warn(
+                    "the prompt's tail begins with a chunk of one row: what is filled stays uncorrected",
+                    RidgefillWarning,
+                    stacklevel=2,
+                )
+            prompt.done += 1
+            prompt.filled.append(False)
+        return compiled(*inputs)
+
+    return run
+
+
 def in_pieces() -> bool:
     """Whether a prompt is under way in pieces."""
     return _current.get() is not None
-
-
-def corrects(options: Options) -> bool:
-    """Whether filled rows or states are corrected."""
-    return bool(options.value_rescale or options.key_rescale or options.state_correction)
 
 
 def further_inputs(options: Options, kind: str) -> ChunkInputs:
     """What the graph of a chunk of some kind is told beside the model's inputs."""
     if kind == BEGINNING:
         return ChunkInputs()
-    counts = sorted({options.value_rescale, options.key_rescale} - {0})
-    at_start = kind == CORRECTED_AT_START
-    return ChunkInputs(tuple(counts), bool(options.state_correction) and not at_start, at_start)
+    return ChunkInputs(measured_counts(options), kind == STATES, kind == STATES_AT_START)
+
+
+def measured_counts(options: Options) -> tuple[int, ...]:
+    """How many rows of the tail lengths are measured on."""
+    return tuple(sorted({options.value_rescale, options.key_rescale} - {0}))
 
 
 @dataclass
@@ -115,13 +138,13 @@ class Chunk:
     Attributes:
         run: the graph; it takes what `further_inputs` names behind the model's inputs.
         sizes: what its symbolic sizes are.
-        is_filled: whether it fills what its kind says, and does not run exactly.
+        rows_filled: how many rows it has filled so far: none where it runs exactly.
         guards: what must hold of the sizes.
     """
 
     run: Compiled
     sizes: Sizes
-    is_filled: bool = True
+    rows_filled: Callable[[], int] = lambda: 0
     guards: Sequence[Any] = ()
 
 
@@ -151,7 +174,9 @@ class InPieces:
         self.options, self.tail, self.filled = options, options.tail, filled
         self.compile_prompt, self.compile_chunk, self.first_rows = compile_prompt, compile_chunk, first_rows
         names = [node.name for node in inputs_of(module.graph)]
-        self.masks = [place for place, name in enumerate(names) if "mask" in name]
+        given = [(place, name) for place, name in enumerate(names) if "_modules_" not in name and name[:7] != "l_self_"]
+        self.padding = [place for place, name in given if "attention_mask" in name]  # [batch, keys]
+        self.masks = [place for place, name in given if "mask" in name]  # [batch, heads, rows, keys]
         self.sizes = Sizes(module)
         self.rows: IntLike = next(prompt_rows(module))
         self.graphs: dict[str | None, Chunk] = {}
@@ -162,51 +187,50 @@ class InPieces:
         """Run a prompt, or the next chunk of one."""
         prompt = _current.get()
         if prompt is None:
-            return self.run(PROMPT, inputs)
+            return self.run(PROMPT, inputs)[0]
         count = self.sizes.value(self.rows, inputs)
         done, before = prompt.done, tuple(prompt.filled)
         filled = prompt.filled_rows(count, self.tail)
         tail_begins = filled < count and done + filled == prompt.rows - self.tail
-        corrected = tail_begins and corrects(self.options)
-        if filled == (count - self.tail if self.filled else 0) and not (corrected and any(before)):
-            return self.run(PROMPT, inputs)
+        lengths, states = bool(measured_counts(self.options)), bool(self.options.state_correction)
+        is_later = tail_begins and any(before) and (lengths or states)
+        if filled == (count - self.tail if self.filled else 0) and not is_later:
+            return self.run(PROMPT, inputs)[0]
         first = self.first_exact(inputs, count, done, filled) if filled else 0
         exact = [*range(first), *range(filled, count - 1)]
         # States end with a tile of the prompt, as if it had been run at once; nothing is shorter than two rows.
         scanned = min(max((prompt.rows - self.tail) // TILE * TILE - done, 0), filled)
         rows = ChunkRows(count, filled, exact, before, scanned)
-        if corrected and (any(before) or first < filled):
-            kind: str | None = CORRECTED if scanned > 1 else CORRECTED_AT_START
+        states = states and (scanned > 1 or any(before))
+        if tail_begins and (any(before) or first < filled) and (lengths or states):
+            kind: str | None = LENGTHS if not states else STATES if scanned > 1 else STATES_AT_START
         elif first == filled:
             kind = None
         else:
             kind = BEGINNING if exact or filled < count else WHOLE
-        result = self.run(kind, inputs, rows)
+        result, is_filled = self.run(kind, inputs, rows)
         end = filled if kind == WHOLE else min(filled, count - 1)  # of any other, the last row at least is exact
-        is_filled = self.graphs[kind].is_filled
         prompt.filled += [is_filled and first <= row < end for row in range(count)]
         return result
 
     def first_exact(self, inputs: Sequence[Any], rows: int, done: int, filled: int) -> int:
         """How many of a chunk's first rows stay exact, since some sequence of the batch begins there."""
-        wanted, begins = self.first_rows(), 0
+        wanted = self.first_rows()
         if not wanted:
             return 0  # without a look at the mask, which may lie on a device
-        for place in self.masks:
-            mask = inputs[place]
-            if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
-                continue
-            if mask.dim() == 2 and mask.shape[1] > done + rows:  # a former turn has begun it
-                return 0
-            hidden = mask == 0
-            if mask.dim() == 4:  # [batch, heads, rows, keys], 0 or True where a row sees a key
-                last = mask[:, :, -1]
-                hidden = (last.logical_not() if mask.dtype == torch.bool else last < 0).all(1)
-            begins = max(begins, int(hidden.long().cumprod(1).sum(1).max()))
+        padding = [inputs[place] for place in self.padding if _rank(inputs[place]) == 2]
+        if any(mask.shape[1] > done + rows for mask in padding):  # a former turn has begun it
+            return 0
+        hidden = [mask == 0 for mask in padding] or [
+            _hidden_from_last(inputs[place]) for place in self.masks if _rank(inputs[place]) == 4
+        ]
+        # Of windows a last row sees the end alone, so the mask that shows most counts.
+        begins = min((int(each.long().cumprod(1).sum(1).max()) for each in hidden), default=0)
         return min(max(begins + wanted - done, 0), filled)
 
-    def run(self, kind: str | None, inputs: Sequence[Any], rows: ChunkRows | None = None) -> Any:
-        """A prompt, or a chunk, on the graph for its kind, which is compiled when the first one comes by.
+    def run(self, kind: str | None, inputs: Sequence[Any], rows: ChunkRows | None = None) -> tuple[Any, bool]:
+        """A prompt, or a chunk, on the graph for its kind, which is compiled when the first one comes by; and whether
+        it was filled.
 
         Dynamo's guards were made before that. So sizes that this compilation relied on are looked at here.
         """
@@ -219,14 +243,27 @@ class InPieces:
                 self.graphs[kind] = Chunk(self.compile_prompt(inputs), self.sizes)
             else:
                 self.graphs[kind] = self.compile_chunk(kind, inputs)
-            self.graphs[kind].guards = self.sizes.guards()[before:]
+            new, known = self.sizes.guards()[before:], self.graphs[kind].sizes.places
+            self.graphs[kind].guards = [guard for guard in new if guard.expr.free_symbols <= known.keys()]
         chunk = self.graphs[kind]
         if not all(chunk.sizes.holds(guard.expr, inputs) for guard in chunk.guards):
             raise CannotFill(
                 f"a chunk of another kind of length than the ones before: {chunk.guards[0].expr} no longer holds",
                 hint="call torch._dynamo.reset(), or use chunks of equal length",
             )
-        return chunk.run(*inputs)
+        before = chunk.rows_filled()
+        result = chunk.run(*inputs)
+        return result, chunk.rows_filled() > before
+
+
+def _rank(value: Any) -> int | None:
+    return value.dim() if isinstance(value, torch.Tensor) else None
+
+
+def _hidden_from_last(mask: torch.Tensor) -> torch.Tensor:
+    """Keys that no head of the last row sees, bool [batch, keys]; of a mask [batch, heads, rows, keys]."""
+    last = mask[:, :, -1]
+    return (last.logical_not() if mask.dtype == torch.bool else last < last.amax(-1, keepdim=True) - HIDING).all(1)
 
 
 class Sizes:

@@ -19,6 +19,10 @@ STUDIED_LAYERS = (3, 7, 11, 15)
 """Of the layers below the split, those whose attention the reference study sums (paper, table 5)."""
 
 
+HIDING = 5e3
+"""How much lower than another a score's bias is that hides it: masks take 1e4, 1e9, or the lowest number there is."""
+
+
 @dataclass(frozen=True)
 class LayerAttention:
     """Attention of one layer below the split, on true values.
@@ -80,21 +84,29 @@ class LayerAttention:
         rows - 1]; None where nothing but causality hides any.
         """
         if self.weights_of is not None:
-            seen = self.weights_of[..., : self.keys] > 0
-        elif self.mask is None:
+            return (self._of_columns(self.weights_of[..., : self.keys], rows, 1) > 0).any(1)
+        if self.mask is None:
             return None
-        else:
-            mask = self.mask[(None,) * (4 - self.mask.dim())]
-            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        before = torch.arange(rows - 1, device=seen.device)
+        mask = self.mask[(None,) * (4 - self.mask.dim())]
+        before = self._of_columns(mask, rows, 1)
+        if mask.dtype == torch.bool:
+            return before.any(1)
+        return (before > self._of_columns(mask, rows, 0) - HIDING).any(1)
+
+    def _of_columns(self, value: Tensor, rows: int, back: int) -> Tensor:
+        """Of [.., rows or 1, keys], each prompt row's entry for the row `back` before it, [batch, heads, rows - 1], but
+        the first one's.
+        """
+        row = torch.arange(rows, device=value.device)
         if isinstance(self.columns, Tensor):
-            before = self.columns[: rows - 1]
+            row = self.columns[:rows]
         elif self.columns == "last":
-            before = before + (self.keys - rows)
-        if seen.shape[-2] == 1:
-            return seen[:, :, 0].index_select(-1, before).any(1)
-        index = before.reshape(1, 1, -1, 1).expand(seen.shape[0], seen.shape[1], -1, 1)
-        return seen[:, :, 1:].gather(-1, index).squeeze(-1).any(1)
+            row = row + (self.keys - rows)
+        column = row[1 - back : rows - back]
+        if value.shape[-2] == 1:
+            return value[:, :, 0].index_select(-1, column)
+        index = column.reshape(1, 1, -1, 1).expand(value.shape[0], value.shape[1], -1, 1)
+        return value[:, :, 1:].gather(-1, index).squeeze(-1)
 
     def on_prefix(self, weights: Tensor, rows: int, prefix: int) -> Tensor:
         """Of attention weights, the columns of prefix rows: [.., prefix]."""

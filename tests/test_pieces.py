@@ -14,6 +14,7 @@ from ridgefill_compile import CannotFill, OptionError, RidgefillWarning, prompt_
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 from ridgefill_compile.zoo.calling import worst
 from tests.decoders import FILLED, RECURRENT, cache_of, states_of, token_ids
+from tests.toys import random_maps
 
 ROWS, TAIL = 120, 24
 OPTIONS: dict[str, Any] = {
@@ -146,6 +147,35 @@ def test_inductor_takes_chunks() -> None:
         in_pieces(compiled(model, inner=inner, **options), ids, (50, 40, 30))[-1] for inner in ("eager", "inductor")
     ]
     assert worst([answers[0].logits], [answers[1].logits]) < 1e-4
+
+
+def test_a_chunk_of_one_row_counts() -> None:
+    """It runs exactly wherever it lies, and the tail begins where it should; a correction that is due is warned of."""
+    model, ids, cuts = FILLED["llama"].build(), token_ids(rows=ROWS), (50, 45, 1, 1, 23)
+    whole = states_of(at_once(compiled(model), ids))
+    found = states_of(in_pieces(compiled(model), ids, cuts)[-1])
+    rows = [row for row in range(ROWS) if row != 95]  # alone in its chunk, and so exact
+    assert max(worst([whole[key][:, :, rows[:96]]], [found[key][:, :, rows[:96]]]) for key in whole) < 1e-4
+    exact = states_of(at_once(model, ids))
+    assert worst([exact["2.keys"]], [found["2.keys"]]) < 1e-5
+    with pytest.warns(RidgefillWarning, match="stays uncorrected"):
+        in_pieces(compiled(model, value_rescale=8), ids, cuts)
+
+
+def test_another_model_of_the_same_code_runs_chunks_exactly() -> None:
+    """Its weights are not those that the maps were made for, and none of its rows is rescaled."""
+    ids, cuts = token_ids(rows=ROWS), (50, 40, 30)
+    models = [FILLED["llama"].build(num_hidden_layers=4) for _ in range(2)]
+    with torch.no_grad():
+        models[1].model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    maps = random_maps(64, layers=4, splits=(2,), of=models[0])
+    options = {**OPTIONS, "route": "ridge", "maps": maps, "strict": False, "value_rescale": 8}
+    torch._dynamo.reset()
+    fast = [torch.compile(model, backend="ridgefill", options=options) for model in models]
+    in_pieces(fast[0], ids, cuts)
+    with pytest.warns(RidgefillWarning, match="other weights"):
+        found = in_pieces(fast[1], ids, cuts)[-1]
+    assert worst([at_once(models[1], ids).logits], [found.logits]) < 1e-5
 
 
 def test_exact_rows_of_earlier_chunks_keep_their_length() -> None:

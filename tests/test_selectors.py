@@ -413,12 +413,14 @@ class TestRealRows:
     @pytest.mark.parametrize("begin", [0, 1, 4])
     @pytest.mark.parametrize("padding_sees", [False, True], ids=["padding sees nothing", "padding sees all"])
     @pytest.mark.parametrize("window", [2, ROWS])
-    @pytest.mark.parametrize("kind", ["boolean", "float", "weights", "of heads", "rank 2"])
+    @pytest.mark.parametrize("kind", ["boolean", "float", "-1e9", "-1e4", "weights", "of heads", "rank 2"])
     def test_masks(self, begin: int, padding_sees: bool, window: int, kind: str) -> None:
         mask = sees(begin, padding_sees=padding_sees, window=window)
         given: dict[str, Any] = {"mask": mask}
         if kind == "float":
             given = {"mask": additive(mask)}
+        elif kind.startswith("-"):
+            given = {"mask": torch.where(mask, 0.0, float(kind))}
         elif kind == "weights":
             given = {"weights_of": additive(mask).softmax(-1)}
         elif kind == "of heads":

@@ -352,7 +352,8 @@ def test_attention_of_scattered_rows_needs_no_keys_behind_them(batch: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("own", [True, False], ids=["each sequence's own", "one for all"])
-def test_the_operator_against_one_row_at_a_time(own: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("strided", [False, True], ids=["", "entries apart in memory"])
+def test_the_operator_against_one_row_at_a_time(own: bool, dtype: torch.dtype, strided: bool) -> None:
     numbers = torch.Generator().manual_seed(0)
     batch, rows, keys = 2, 400, 500
     query = torch.randn(batch, 4, rows, 8, generator=numbers).to(dtype)
@@ -361,6 +362,8 @@ def test_the_operator_against_one_row_at_a_time(own: bool, dtype: torch.dtype) -
     positions = torch.stack(order) if own else order[0]
     hidden = torch.arange(keys) > positions.unsqueeze(-1)
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+    if strided:
+        query, key, value = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (query, key, value))
     found = attention_at(query, key, value, mask.unsqueeze(1) if own else mask, positions, 0.3, True)
     assert found.transpose(1, 2).is_contiguous()
     for sequence in range(batch):

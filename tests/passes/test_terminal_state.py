@@ -350,6 +350,21 @@ class TestPieces:
         whole = fast(of, self.MAPS, state_correction=0.5)(ids, attention_mask=mask, **CALL)
         close(late_state(output), late_state(whole))
 
+    def test_a_state_that_no_filled_row_made_is_not_corrected(self) -> None:
+        """A former turn's, which a turn begins with whose filled rows are too few for a tile."""
+        of, ids = model(), token_ids(TAIL + 40)
+        states = []
+        for strength in (0.0, 0.5):
+            with torch.no_grad():
+                cache = cache_of(of(token_ids(50, seed=4), **CALL))
+            run, at = fast(of, self.MAPS, state_correction=strength), 0
+            with prompt_length(TAIL + 40):
+                for rows in (50, TAIL - 10):
+                    cache = cache_of(run(ids[:, at : at + rows], **CALL, past_key_values=cache))
+                    at += rows
+            states.append(late_state({"past_key_values": cache}))
+        assert torch.equal(states[0], states[1])
+
     def test_filled_rows_behind_the_last_tile_may_come_before(self) -> None:
         """In a chunk of their own: their share is corrected, too."""
         of = model()
