@@ -143,10 +143,10 @@ def score_arms(
     names = {(0, CUT): CUT}
     for at, (to_inputs, to_projections) in maps.items():
         base = {"split": at, "tail": tail, "inner": "eager", "strict": True}
+        digests = [digest_of(*(each.matrix(layer) for layer in each.layers)) for each in (to_inputs, to_projections)]
         for arm, options in arms.items():
             kind = options.get("maps")
-            each = to_projections if kind == PROJECTIONS else to_inputs
-            stored = digest_of(*(each.matrix(layer) for layer in each.layers))
+            each, stored = (to_projections, digests[1]) if kind == PROJECTIONS else (to_inputs, digests[0])
             own = {**options, "maps": each.to(kind) if kind == "int8" else each}
             forwards[at, arm] = filling(model, {**base, **own})
             names[at, arm] = f"{at}-{digest_of(stored, sorted(options.items()))}"

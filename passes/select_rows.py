@@ -7,7 +7,7 @@ Their number is a function of the prompt's length alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,18 +62,15 @@ def select_rows(
     state = copies[located.layers[split].input]
     ids = _token_ids(located, copies)
     valid = valid_rows(emit)
-    early = [_Parts(copies, located, layer) for layer in range(split if selectors or valid is None else 0)]
-    layers = [parts for parts in early if parts.is_known]
-    telling = [] if valid is not None else _telling(layers, _Parts(copies, located, split))
+    early = _known_parts(copies, located, range(split if selectors or valid is None else 0))
+    telling = [] if valid is not None else _telling(early, _Parts(copies, located, split))
     if telling is None:
         _check_nothing_is_padded(emit, located, ids)
-    if not selectors:
-        layers = []
+    layers = early if selectors else []
     layers += [parts for parts in telling or () if parts not in layers]
     late = len(layers)
     if swept is not None:
-        again = [_Parts(swept, located, layer) for layer in range(split, len(located.layers))]
-        layers += [parts for parts in again if parts.is_known]
+        layers += _known_parts(swept, located, range(split, len(located.layers)))
     operands = _Operands()
     places = [{name: operands.add(node) for name, node in parts.nodes.items()} for parts in layers]
     known = {name: operands.add(node) for name, node in (("state", state), ("ids", ids), ("valid", valid)) if node}
@@ -256,6 +253,11 @@ class _Parts:
         """With the values of the nodes."""
         given: dict[str, Any] = {"query": None, "key": None, "mask": None, **self.settings, **values}
         return LayerAttention(layer=self.layer, **given)
+
+
+def _known_parts(copies: Mapping[Node, Node], located: Located, layers: Iterable[int]) -> list[_Parts]:
+    """Of those layers whose attention is known."""
+    return [parts for layer in layers if (parts := _Parts(copies, located, layer)).is_known]
 
 
 def _token_ids(located: Located, copies: Mapping[Node, Node]) -> Node | None:
