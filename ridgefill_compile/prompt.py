@@ -79,34 +79,27 @@ class LayerAttention:
             scores = scores.masked_fill(mask.logical_not(), -torch.inf) if seen else scores + mask.float()
         return scores.softmax(-1).nan_to_num(0.0)  # rows of padding see nothing
 
-    def sees_row_before(self, rows: int) -> Tensor | None:
-        """Of the second and each later prompt row, whether some head lets it see the row before: bool [batch or 1,
-        rows - 1]; None where nothing but causality hides any.
+    def first_seen(self, rows: int) -> Tensor | None:
+        """The first of the prompt's rows that each of them sees in some head, int64 [batch or 1, rows]; `rows` where it
+        sees none; None where nothing but causality hides any.
         """
         if self.weights_of is not None:
-            return (self._of_columns(self.weights_of[..., : self.keys], rows, 1) > 0).any(1)
+            return _first(self._of_rows(self.weights_of[..., : self.keys], rows) > 0)
         if self.mask is None:
             return None
-        mask = self.mask[(None,) * (4 - self.mask.dim())]
-        before = self._of_columns(mask, rows, 1)
-        if mask.dtype == torch.bool:
-            return before.any(1)
-        return (before > self._of_columns(mask, rows, 0) - HIDING).any(1)
+        seen = self._of_rows(self.mask[(None,) * (4 - self.mask.dim())], rows)
+        if seen.dtype != torch.bool:
+            seen = seen > seen.amax(-1, keepdim=True) - HIDING
+        if self.causal:
+            row = torch.arange(rows, device=seen.device)
+            seen = seen & (row <= row.unsqueeze(1))
+        return _first(seen)
 
-    def _of_columns(self, value: Tensor, rows: int, back: int) -> Tensor:
-        """Of [.., rows or 1, keys], each prompt row's entry for the row `back` before it, [batch, heads, rows - 1], but
-        the first one's.
-        """
-        row = torch.arange(rows, device=value.device)
+    def _of_rows(self, value: Tensor, rows: int) -> Tensor:
+        """Of [.., keys], the columns of the prompt's own rows."""
         if isinstance(self.columns, Tensor):
-            row = self.columns[:rows]
-        elif self.columns == "last":
-            row = row + (self.keys - rows)
-        column = row[1 - back : rows - back]
-        if value.shape[-2] == 1:
-            return value[:, :, 0].index_select(-1, column)
-        index = column.reshape(1, 1, -1, 1).expand(value.shape[0], value.shape[1], -1, 1)
-        return value[:, :, 1:].gather(-1, index).squeeze(-1)
+            return value.index_select(-1, self.columns[:rows])
+        return value[..., self.keys - rows :] if self.columns == "last" else value[..., :rows]
 
     def on_prefix(self, weights: Tensor, rows: int, prefix: int) -> Tensor:
         """Of attention weights, the columns of prefix rows: [.., prefix]."""
@@ -179,19 +172,26 @@ class Prompt:
         return [each.on_prefix(each.weights(start, end), self.rows, self.prefix) for each in found]
 
 
+def _first(seen: Tensor) -> Tensor:
+    """The first column that is seen in some head, of [batch, heads, rows, columns]; their number where none is."""
+    first = seen.to(torch.int8).argmax(-1)
+    return torch.where(seen.any(-1), first, seen.shape[-1]).amin(1)
+
+
 def real_rows(attention: Sequence[LayerAttention], rows: int) -> Tensor | None:
     """Which rows are not padding in front of a sequence, by what attention sees: bool [batch or 1, rows]; None: all.
 
-    Behind its first row, each row of a sequence sees the one before in some layer, and the first one does not see
-    padding. So a sequence begins where the last unbroken run of such rows does.
+    A sequence's first row sees itself, and neither it nor any row behind it sees a row before. So a sequence begins at
+    the last row of which this is true in all layers at once. (A row need not see the one before it: an index may have
+    chosen others.)
     """
-    told = [seen for each in attention if (seen := each.sees_row_before(rows)) is not None]
+    told = [first for each in attention if (first := each.first_seen(rows)) is not None]
     if not told:
         return None
-    joined = told[0]
-    for seen in told[1:]:
-        joined = joined | seen
-    is_joined_later = joined.long().flip(-1).cumsum(-1).flip(-1) > 0
-    row = torch.arange(rows, device=joined.device)
-    begin = (joined.logical_not() & is_joined_later).long() * row[1:]
-    return row >= begin.amax(-1, keepdim=True)
+    first = told[0]
+    for other in told[1:]:
+        first = torch.minimum(first, other)
+    row = torch.arange(rows, device=first.device)
+    from_here_on = first.flip(-1).cummin(-1).values.flip(-1)
+    begins = (first == row) & (from_here_on >= row)
+    return row >= (begins * row).amax(-1, keepdim=True)

@@ -465,5 +465,12 @@ class TestRealRows:
         assert found is not None
         assert found.sum(1).tolist() == [ROWS - 2]
 
+    def test_rows_that_an_index_lets_see_others_than_the_one_before(self) -> None:
+        mask = sees(3)
+        mask[..., 6, 5] = mask[..., 11, 8:] = False
+        found = real_rows([layer(causal=False, mask=mask)], ROWS)
+        assert found is not None
+        assert found.sum(1).tolist() == [ROWS - 3]
+
     def test_nothing_is_hidden(self) -> None:
         assert real_rows([layer()], ROWS) is None

@@ -2,6 +2,7 @@
 
     tiles, delta_rule, ...   the operators (`torch.ops.ridgefill.*`), in plain torch
     table                    RECURRENCES: what the passes need to know of each
+    block_index              a loop over rows that is no recurrence, in plain torch
     signatures               which functions of modelling files each operator can stand for
     substitute               puts them there while Dynamo traces, after holding each against the function it replaces
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgefill_compile.recurrences import table  # noqa: F401  (registers the operators)
+from ridgefill_compile.recurrences.block_index import FormerKeys, block_index
 
 Arguments = dict[str, Any]
 
@@ -32,6 +34,8 @@ class Signature:
         rows: the argument whose rows tell how many there are, and the dimension they are in.
         compute: the same results by the operator, from all arguments by name. Dynamo traces it.
         samples: arguments to compare on. A sample marked optional may be refused by the function (with any error).
+        reads: names that its code must use, such as attributes of `self`, where parameters tell too little.
+        one_row: whether it is replaced for one row, too, since Dynamo cannot trace it at all.
     """
 
     operator: str
@@ -40,6 +44,8 @@ class Signature:
     rows: tuple[str, int]
     compute: Callable[[Arguments], Any]
     samples: Callable[[], Iterator[tuple[Arguments, bool]]]
+    reads: frozenset[str] = frozenset()
+    one_row: bool = False
 
 
 def gated_delta_rule(given: Arguments) -> tuple[Tensor, Tensor | None]:
@@ -205,6 +211,39 @@ def _linear_recurrence_samples() -> Iterator[tuple[Arguments, bool]]:
         yield arguments, False
 
 
+def block_index_samples() -> Iterator[tuple[Arguments, bool]]:
+    """Batches with padding, masks of both kinds, former keys, rows that see less than a block."""
+    draw = _Draw()
+    heads, width, turned, hidden = 12, 8, 4, 6  # of few heads, many blocks score nothing
+    for rows, former, padding, ratio, floats in ((19, 0, 0, 4, False), (13, 10, 5, 3, True), (1, 22, 2, 4, False)):
+        keys, masks = former + rows, torch.ones(2, 1, former + rows, former + rows, dtype=torch.bool).tril()
+        masks[1, ..., :padding] = False
+        masks = masks[:, :, former:]
+        index = SimpleNamespace(
+            layer_idx=0,
+            index_n_heads=heads,
+            index_kv_heads=1,
+            index_head_dim=width,
+            compress_ratio=ratio,
+            token_budget=2 * ratio,
+            block_topk=2,
+            index_qk_proj=functools.partial(F.linear, weight=draw((heads + 1) * width, hidden)),
+            q_layernorm=functools.partial(F.rms_norm, normalized_shape=(width,), weight=draw(width)),
+            k_layernorm=functools.partial(F.rms_norm, normalized_shape=(width,), weight=draw(width)),
+        )
+        angles = draw(2, keys, turned)
+        yield (
+            {
+                "self": index,
+                "hidden_states": draw(2, rows, hidden),
+                "position_embeddings": (angles.cos(), angles.sin()),
+                "attention_mask": torch.where(masks, 0.0, -1e9) if floats else masks,
+                "cache": FormerKeys(draw(2, former, width)) if former else None,
+            },
+            False,
+        )
+
+
 class _Draw:
     """Random tensors, the same ones every time, whatever the default device, type or seed."""
 
@@ -263,5 +302,15 @@ SIGNATURES: list[Signature] = [
         rows=("hidden_states", 1),
         compute=linear_recurrence,
         samples=_linear_recurrence_samples,
+    ),
+    Signature(
+        operator="block_index",
+        required=frozenset({"hidden_states", "position_embeddings", "attention_mask", "cache"}),
+        known=frozenset(),
+        rows=("hidden_states", 1),
+        compute=block_index,
+        samples=block_index_samples,
+        reads=frozenset({"index_qk_proj", "compress_ratio", "block_topk", "update_indexer"}),
+        one_row=True,
     ),
 ]

@@ -5,7 +5,7 @@ ground truth: it is run beside the operator on small random inputs and replaced 
 with the right parameters and other arithmetic stays as it is, and the reason is kept.
 
 The replacement is for prompts at inference. Where gradients are enabled, sequences are packed into one, or there is but
-one row (decoding), the traced call is the model's own function.
+one row (decoding) and the function can be traced for it, the traced call is the model's own function.
 
 Dynamo looks for substitutes of functions, not of methods. A method is wrapped in its class instead: outside of Dynamo
 the wrapper calls the method as it is.
@@ -144,6 +144,8 @@ def _looks_like(function: types.FunctionType, signature: Signature) -> bool:
     names = function.__code__.co_varnames
     if "args" not in names and not signature.required <= set(names):
         return False  # told without asking for the signature, which takes long for thousands of functions
+    if not signature.reads <= set(inspect.unwrap(function).__code__.co_names):
+        return False
     parameters = _parameters(function).keys()
     return signature.required <= parameters <= signature.required | signature.known | {"self"}
 
@@ -184,12 +186,12 @@ def _traced(function: types.FunctionType, signature: Signature) -> Callable[...,
     """What Dynamo traces where the model calls the function."""
     names, defaults = tuple(_parameters(function)), _defaults(function)
     compute, original = signature.compute, _copy(function)
-    counted, dim = signature.rows
+    (counted, dim), least = signature.rows, 1 if signature.one_row else 2
 
     def substituted(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         packed = any(given.get(name) is not None for name in _PACKED)
-        if torch.is_grad_enabled() or packed or given[counted].shape[dim] == 1:
+        if torch.is_grad_enabled() or packed or given[counted].shape[dim] < least:
             return original(*args, **kwargs)
         return compute(given)
 
