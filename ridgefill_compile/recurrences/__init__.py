@@ -1,6 +1,7 @@
 """Recurrences of decoders as single operators: one node a scan, whatever the length, which can leave outputs out.
 
     tiles, delta_rule, ...   the operators (`torch.ops.ridgefill.*`), in plain torch
+    fla_kernels              the same on CUDA, where flash-linear-attention is installed
     table                    RECURRENCES: what the passes need to know of each
     block_index              a loop over rows that is no recurrence, in plain torch
     signatures               which functions of modelling files each operator can stand for

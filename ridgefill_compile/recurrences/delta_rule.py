@@ -16,14 +16,11 @@ Every exponent is at most 0, so nothing overflows, however fast the decay. Rows 
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ridgefill_compile.recurrences import fla_kernels
 from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows
 
 SMALLEST = 8  # rows of the blocks at which halving ends
@@ -55,8 +52,8 @@ def gated_delta_rule(
     Returns:
         Outputs [B, T, Hv, Dv] in the query's dtype, final state [B, Hv, Dk, Dv] in fp32 (which is what is computed in).
     """
-    if key.is_cuda and g.dim() == 3 and _has_fla():
-        return _by_fla(query, key, value, g, beta, initial_state, scale, normalise)
+    if fla_kernels.serve(key):
+        return fla_kernels.gated_delta_rule(query, key, value, g, beta, initial_state, scale, normalise)
     batch, rows, _, key_dim = key.shape
     heads, value_dim = value.shape[2:]
     wanted = query.shape[1]
@@ -233,35 +230,3 @@ def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     """The blocks [..., n, size, size] on the diagonal of [..., n * size, n * size], as a view."""
     apart: Tensor = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
     return apart.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
-@functools.cache
-def _has_fla() -> bool:
-    return importlib.util.find_spec("fla") is not None
-
-
-def _by_fla(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor]:
-    """By the kernels of flash-linear-attention, where they are installed. Not covered by tests: none runs on a CPU."""
-    kernels = importlib.import_module("fla.ops.gated_delta_rule")
-    lead = key.shape[1] - query.shape[1]
-    outputs, state = kernels.chunk_gated_delta_rule(
-        F.pad(query, (0, 0, 0, 0, lead, 0)) if lead > 0 else query,
-        key,
-        value,
-        g=g,
-        beta=beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=normalise,
-    )
-    return outputs[:, lead:].to(query.dtype, copy=True, memory_format=torch.contiguous_format), state.float()

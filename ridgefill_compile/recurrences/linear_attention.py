@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ridgefill_compile.recurrences import fla_kernels
 from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows
 
 
@@ -38,6 +39,8 @@ def linear_attention(
     Returns:
         Outputs [B, T, H, V] in the value's dtype, final state [B, H, K, V] in fp32 (which is what is computed in).
     """
+    if fla_kernels.serve(key):
+        return fla_kernels.linear_attention(query, key, value, g, initial_state)
     batch, rows, groups, key_dim = key.shape
     heads, value_dim = value.shape[2:]
     wanted, shared = query.shape[1], heads // groups
