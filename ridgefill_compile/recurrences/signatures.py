@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ class Signature:
         rows: the argument whose rows tell how many there are, and the dimension they are in.
         compute: the same results by the operator, from all arguments by name. Dynamo traces it.
         samples: arguments to compare on. A sample marked optional may be refused by the function (with any error).
+        stand_in: makes the `self` to compare on, of the class whose method it is; None where the method reads none.
+        applies: whether the operator computes the same with these arguments; else the traced call is the model's own.
     """
 
     operator: str
@@ -40,6 +43,8 @@ class Signature:
     rows: tuple[str, int]
     compute: Callable[[Arguments], Any]
     samples: Callable[[], Iterator[tuple[Arguments, bool]]]
+    stand_in: Callable[[type], Any] | None = None
+    applies: Callable[[Arguments], bool] = lambda given: True
 
 
 def gated_delta_rule(given: Arguments) -> tuple[Tensor, Tensor | None]:
@@ -105,6 +110,29 @@ def linear_recurrence(given: Arguments) -> tuple[Tensor, Tensor]:
     state = given["recurrent_states"]
     outputs, final = torch.ops.ridgefill.linear_recurrence(given["hidden_states"], decay, state, -1)
     return outputs, final
+
+
+def mlstm(given: Arguments) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """A matrix memory behind a configuration. Its rows are in dimension 2; the query is scaled by `K ** -0.5`."""
+    rows = (given[name].transpose(1, 2) for name in ("query", "key", "value", "igate", "fgate"))
+    states = (given[name] for name in ("c_initial", "n_initial", "m_initial"))
+    scale, eps = given["query"].shape[-1] ** -0.5, given["self"].config.eps
+    outputs, *final = torch.ops.ridgefill.mlstm(*rows, *states, scale, eps)
+    return outputs.transpose(1, 2), tuple(final)
+
+
+def _is_inference(given: Arguments) -> bool:
+    """Whether states are computed and returned in fp32; in training, nothing may be."""
+    config = given["self"].config
+    mode = config.mode if given["mode"] is None else given["mode"]
+    return "train" not in mode and config.inference_state_dtype == "float32"
+
+
+def _with_settings(kind: type) -> Any:
+    """A module that computes by a configuration, with a small chunk and a large `eps`, so that it shows."""
+    settings = {"mode": "inference", "chunk_size": 32, "eps": 1e-2, "return_last_states": True}
+    types_of_numbers = {"autocast_kernel_dtype": "float32", "inference_state_dtype": "float32"}
+    return kind(types.SimpleNamespace(**settings, **types_of_numbers))
 
 
 def _delta_rule_samples(channels: bool) -> Iterator[tuple[Arguments, bool]]:
@@ -205,6 +233,22 @@ def _linear_recurrence_samples() -> Iterator[tuple[Arguments, bool]]:
         yield arguments, False
 
 
+def _mlstm_samples() -> Iterator[tuple[Arguments, bool]]:
+    draw = _Draw()
+    for rows, with_state, dtype in ((70, False, torch.float32), (131, True, torch.float32), (37, True, torch.bfloat16)):
+        arguments: Arguments = {
+            "query": draw(2, 3, rows, 6, dtype=dtype),
+            "key": draw(2, 3, rows, 6, dtype=dtype),
+            "value": draw(2, 3, rows, 5, dtype=dtype),
+            "igate": draw(2, 3, rows, dtype=dtype) - 1,
+            "fgate": draw(2, 3, rows, dtype=dtype) + 3,
+            "c_initial": draw(2, 3, 6, 5, dtype=dtype) if with_state else None,
+            "n_initial": draw(2, 3, 6, dtype=dtype) if with_state else None,
+            "m_initial": draw(2, 3, 1, dtype=dtype) if with_state else None,
+        }
+        yield arguments, False
+
+
 class _Draw:
     """Random tensors, the same ones every time, whatever the default device, type or seed."""
 
@@ -263,5 +307,17 @@ SIGNATURES: list[Signature] = [
         rows=("hidden_states", 1),
         compute=linear_recurrence,
         samples=_linear_recurrence_samples,
+    ),
+    Signature(
+        operator="mlstm",
+        required=frozenset(
+            {"self", "query", "key", "value", "igate", "fgate", "c_initial", "n_initial", "m_initial", "mode"}
+        ),
+        known=frozenset({"return_last_states"}),
+        rows=("key", 2),
+        compute=mlstm,
+        samples=_mlstm_samples,
+        stand_in=_with_settings,
+        applies=_is_inference,
     ),
 ]

@@ -152,7 +152,7 @@ def _substitute(function: types.FunctionType, kind: type | None, candidates: lis
     name, module = function.__qualname__, function.__module__
     reasons = []
     for signature in candidates:
-        reason = _difference(function, signature)
+        reason = _difference(function, kind, signature)
         if reason is None:
             done = Substitution(name, module, signature.operator)
             traced = _traced(function, signature)
@@ -183,13 +183,13 @@ def _wrap_method(method: types.FunctionType, kind: type, traced: Callable[..., A
 def _traced(function: types.FunctionType, signature: Signature) -> Callable[..., Any]:
     """What Dynamo traces where the model calls the function."""
     names, defaults = tuple(_parameters(function)), _defaults(function)
-    compute, original = signature.compute, _copy(function)
+    compute, applies, original = signature.compute, signature.applies, _copy(function)
     counted, dim = signature.rows
 
     def substituted(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         packed = any(given.get(name) is not None for name in _PACKED)
-        if torch.is_grad_enabled() or packed or given[counted].shape[dim] == 1:
+        if torch.is_grad_enabled() or packed or given[counted].shape[dim] == 1 or not applies(given):
             return original(*args, **kwargs)
         return compute(given)
 
@@ -209,7 +209,7 @@ def _defaults(function: types.FunctionType) -> Arguments:
     return {name: p.default for name, p in _parameters(function).items() if p.default is not p.empty}
 
 
-def _difference(function: types.FunctionType, signature: Signature) -> str | None:
+def _difference(function: types.FunctionType, kind: type | None, signature: Signature) -> str | None:
     """Why the operator is no substitute, found on the samples; None if it is one.
 
     Decorators that choose between a kernel and the function as written are looked through: where a kernel is chosen, it
@@ -221,6 +221,8 @@ def _difference(function: types.FunctionType, signature: Signature) -> str | Non
     for sample, optional in signature.samples():
         arguments = {name: value for name, value in {"self": None, **sample}.items() if name in taken}
         try:
+            if signature.stand_in is not None and kind is not None:
+                arguments["self"] = signature.stand_in(kind)
             expected = plain(**_own(arguments))
         except Exception as error:
             if optional:
