@@ -15,9 +15,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     RwkvConfig,
+    xLSTMConfig,
 )
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
 from ridgefill_compile.capture import capture
 from ridgefill_compile.recurrences import RECURRENCES
@@ -78,11 +80,23 @@ def rwkv() -> PreTrainedConfig:
     return RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=512)
 
 
+def xlstm() -> PreTrainedConfig:
+    return xLSTMConfig(  # its cache rounds query widths, half of this, up to 64
+        vocab_size=64,
+        hidden_size=128,
+        embedding_dim=128,
+        num_hidden_layers=2,
+        num_heads=2,
+        eps=1e-3,
+    )
+
+
 MODELS = {
     "delta_net": (delta_net, ["gated_delta_rule.default"]),
     "mamba": (mamba, ["selective_scan.default"]),
     "mamba2": (mamba2, ["linear_attention.default"]),
     "rwkv": (rwkv, ["wkv.default"] * 2),
+    "xlstm": (xlstm, ["mlstm.default"] * 2),
 }
 
 
@@ -118,6 +132,8 @@ def check_same_states(actual, expected) -> None:
     def states(result) -> list[torch.Tensor]:
         if "state" in result:
             return list(result.state)
+        if isinstance(result.cache, xLSTMCache):
+            return torch.utils._pytree.tree_leaves(result.cache.rnn_state)
         held = [value for layer in result.cache.layers for value in vars(layer).values()]
         return [x for x in torch.utils._pytree.tree_leaves(held) if isinstance(x, torch.Tensor)]
 
@@ -141,6 +157,37 @@ def test_a_continued_prompt_starts_from_its_state():
         actual = compiled(ids[:, 70:], cache=cache, use_cache=True).logits
     assert captured.operators() == ["gated_delta_rule.default"]
     close(actual, expected[:, 70:])
+
+
+def in_training(layer: nn.Module) -> None:
+    layer.mlstm_backend.config.mode = "train"
+
+
+def with_states_of_half_precision(layer: nn.Module) -> None:
+    layer.mlstm_backend.config.inference_state_dtype = "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("rows", "changed", "operators"),
+    [
+        (70, lambda layer: None, ["mlstm.default"]),
+        (1, lambda layer: None, []),
+        (64, in_training, []),
+        (70, with_states_of_half_precision, []),
+    ],
+)
+def test_what_a_configuration_says(rows, changed, operators):
+    """The operator stands for inference with states in fp32; one row is a decoding step."""
+    layer = AutoModelForCausalLM.from_config(xlstm()).eval().backbone.blocks[0].mlstm_layer
+    substitute_recurrences(layer)
+    changed(layer)
+    captured = Captured()
+    x = torch.randn(2, rows, 128)
+    with torch.no_grad():
+        actual, expected = torch.compile(layer, backend=captured)(x), layer(x)
+    assert captured.operators() == operators
+    for a, b in zip(torch.utils._pytree.tree_leaves(actual), torch.utils._pytree.tree_leaves(expected), strict=True):
+        close(a, b)
 
 
 def test_gradients_are_the_models_own():
