@@ -53,14 +53,11 @@ def linear_attention(
         for first, last, tile in spans(begin, end, batch * heads * max(value_dim, key_dim // shared), key.device):
             keys, values, decays = (in_tiles(operand[:, first:last], tile) for operand in (key, value, g))
             total = decays.cumsum(2)  # [n, B * G, C, H / G]
-            late, kept = (total[:, :, -1:] - total).exp_(), total[:, :, -1].exp()
-            states, state = states_of_tiles(keys, values, late, kept, state)
+            states, state = _states(keys, values, total, state)
             if begin == silent and wanted:
                 queries = in_tiles(query[:, first - silent : last - silent], tile)
-                heads_first = total.movedim(-1, 2)
-                between = (heads_first.unsqueeze(-1) - heads_first.unsqueeze(-2)).tril_().exp_()
-                results = outputs_of_tiles(queries, keys, values, between, total.exp(), states)
-                put(outputs, first - silent - lead, in_rows(results, batch).flatten(2, 3))
+                results = in_rows(_outputs(queries, keys, values, total, states), batch)
+                put(outputs, first - silent - lead, results.flatten(2, 3))
     return outputs, state.transpose(1, 2).reshape(batch, heads, key_dim, value_dim).contiguous()
 
 
@@ -72,21 +69,21 @@ def _(query: Tensor, key: Tensor, value: Tensor, g: Tensor, initial_state: Tenso
     return outputs, key.new_empty(batch, heads, key.shape[3], value_dim, dtype=torch.float32)
 
 
-def states_of_tiles(keys: Tensor, values: Tensor, late: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """States before each tile, and the one after the last.
+def _states(keys: Tensor, values: Tensor, total: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """States [n, B * G, K, H / G, V] before each tile, and the one after the last."""
+    late = values * (total[:, :, -1:] - total).exp_().unsqueeze(-1)
+    added = (keys.mT @ late.flatten(-2)).unflatten(-1, values.shape[-2:])
+    return states_of_tiles(added, total[:, :, -1].exp()[:, :, None, :, None], state)
+
+
+def states_of_tiles(added: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """States `[n, ...]` before each tile, and the one after the last.
 
     Args:
-        keys: [n, B * G, C, K]
-        values: [n, B * G, C, H / G, V]
-        late: how much each row counts at its tile's end, [n, B * G, C, H / G].
-        kept: how much of a state is left at a tile's end, [n, B * G, H / G].
-        state: before the first tile, [B * G, K, H / G, V].
-
-    Returns:
-        States [n, B * G, K, H / G, V] and the last one.
+        added: what each tile adds, [n, ...].
+        kept: how much each leaves of the state before it, of a shape that spreads over that.
+        state: before the first.
     """
-    added = (keys.mT @ (values * late.unsqueeze(-1)).flatten(-2)).unflatten(-1, values.shape[-2:])
-    kept = kept[:, :, None, :, None]
     states = torch.empty_like(added)
     for i in range(len(added)):
         states[i] = state
@@ -94,20 +91,11 @@ def states_of_tiles(keys: Tensor, values: Tensor, late: Tensor, kept: Tensor, st
     return states, state
 
 
-def outputs_of_tiles(
-    queries: Tensor, keys: Tensor, values: Tensor, between: Tensor, entered: Tensor, states: Tensor
-) -> Tensor:
-    """What queries read of the rows of their tile and of the state before it, [n, B * G, C, H / G, V].
-
-    Args:
-        queries: [n, B * G, C, K]
-        keys: [n, B * G, C, K]
-        values: [n, B * G, C, H / G, V]
-        between: how much row j counts at row i >= j, [n, B * G, H / G, C, C], which is overwritten; any above that.
-        entered: how much of the state before the tile is left at each row, [n, B * G, C, H / G].
-        states: [n, B * G, K, H / G, V]
-    """
+def _outputs(queries: Tensor, keys: Tensor, values: Tensor, total: Tensor, states: Tensor) -> Tensor:
+    """[n, B * G, C, H / G, V]"""
+    heads_first = total.movedim(-1, 2)
+    between = (heads_first.unsqueeze(-1) - heads_first.unsqueeze(-2)).tril_().exp_()
     pairs = between.mul_((queries @ keys.mT).tril_().unsqueeze(2))
     within = (pairs @ values.transpose(2, 3)).transpose(2, 3)
     from_state = (queries @ states.flatten(-2)).unflatten(-1, values.shape[-2:])
-    return torch.addcmul(within, entered.unsqueeze(-1), from_state)
+    return torch.addcmul(within, total.exp().unsqueeze(-1), from_state)

@@ -6,14 +6,15 @@ Per head, with state C [K, V], n [K] and its level m, input gate i_t and forget 
     C_t = e^(log sigmoid(f_t) + m_{t-1} - m_t) C_{t-1} + e^(i_t - m_t) k_t v_t^T        n_t likewise, of k_t
     y_t = q_t^T C_t / (max(|q_t^T n_t|, e^(-m_t)) + eps)
 
-n is what becomes of one more value, which is 1 in every row: so C and n are one state, of values with a one behind them.
+n is what becomes of one more value, which is 1 in every row: so both are one state, of values with a one behind them.
 In a tile of C rows, with G the running sum of log sigmoid(f), a = i - G and r_i the greatest of m_0 and a_1 .. a_i:
 
     m_i = G_i + r_i
     S_C = e^(m_0 - r_C) S_0 + K^T (e^(a - r_C) V)
     Y   = e^(m_0 - r) Q S_0 + P V        P_ij = q_i.k_j e^(a_j - r_i), j <= i
 
-which are the products of linear attention. Every exponent but that of e^(-m) is at most 0.
+which are the products of linear attention. Every exponent is at most 0 but that of e^(-m); where this is infinite, the
+output is 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgefill_compile.recurrences.linear_attention import outputs_of_tiles, states_of_tiles
+from ridgefill_compile.recurrences.linear_attention import states_of_tiles
 from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows
 
 
@@ -54,7 +55,7 @@ def mlstm(
         eps: added to the denominator.
 
     Returns:
-        Outputs [B, T, H, V] in the query's dtype; C, n and m after the last row, in fp32 (which is what is computed in).
+        Outputs [B, T, H, V] in the query's dtype; C, n and m after all rows, in fp32 (which is what is computed in).
     """
     batch, rows, heads, key_dim = key.shape
     value_dim, wanted = value.shape[3], query.shape[1]
@@ -64,7 +65,7 @@ def mlstm(
         state[..., :-1] = memory
     if normaliser is not None:
         state[..., -1] = normaliser
-    state = state.view(batch * heads, key_dim, 1, value_dim + 1)
+    state = state.flatten(0, 1)
     reached = key.new_zeros(batch * heads, dtype=torch.float32)
     if level is not None:
         reached = reached + level.reshape(-1)
@@ -74,25 +75,22 @@ def mlstm(
     for begin, end in ((0, silent), (silent, rows)):
         for first, last, tile in spans(begin, end, batch * heads * max(key_dim, value_dim), key.device):
             keys, values, gains, forgets = (in_tiles(x[:, first:last], tile) for x in (key, value, igate, fgate))
-            values = F.pad(values, (0, 1), value=1.0).unsqueeze(3)  # [n, B * H, C, 1, V + 1]
+            values = F.pad(values, (0, 1), value=1.0)
             total = F.logsigmoid(forgets).cumsum(2)  # G, [n, B * H, C]
             gains = gains - total
             greatest = gains.cummax(2).values
             before, reached = _levels(greatest[:, :, -1], total[:, :, -1], reached)
             most = torch.maximum(before.unsqueeze(-1), greatest)  # r
-            late = (gains - most[:, :, -1:]).exp_().unsqueeze(-1)
-            kept = (before - most[:, :, -1]).exp_().unsqueeze(-1)
-            states, state = states_of_tiles(keys, values, late, kept, state)
+            states, state = _states(keys, values, gains, before, most[:, :, -1:], state)
             if begin == silent and wanted:
-                queries = in_tiles(query[:, first - silent : last - silent], tile).mul(scale)
-                between = (gains.unsqueeze(-2) - most.unsqueeze(-1)).tril_().exp_().unsqueeze(2)
-                entered = (before.unsqueeze(-1) - most).exp_().unsqueeze(-1)
-                sums = outputs_of_tiles(queries, keys, values, between, entered, states).squeeze(3)
+                queries = in_tiles(query[:, first - silent : last - silent], tile) * scale
+                sums = _sums(queries, keys, values, gains, before, most, states)
                 least = (total + most).neg_().exp_().unsqueeze(-1)
                 results = sums[..., :-1] / (torch.maximum(sums[..., -1:].abs(), least) + eps)
                 put(outputs, first - silent - lead, in_rows(results, batch))
     state = state.view(batch, heads, key_dim, value_dim + 1)
-    return outputs, state[..., :-1].contiguous(), state[..., -1].contiguous(), reached.reshape(batch, heads, 1)
+    memory, normaliser = (x.clone(memory_format=torch.contiguous_format) for x in (state[..., :-1], state[..., -1]))
+    return outputs, memory, normaliser, reached.reshape(batch, heads, 1)
 
 
 @mlstm.register_fake
@@ -123,3 +121,24 @@ def _levels(greatest: Tensor, total: Tensor, level: Tensor) -> tuple[Tensor, Ten
         levels[i] = level
         level = torch.maximum(level, greatest[i]) + total[i]
     return levels, level
+
+
+def _states(
+    keys: Tensor, values: Tensor, gains: Tensor, before: Tensor, most: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """States [n, B * H, K, V + 1] before each tile, and the one after the last; `most` is r of the last rows."""
+    late = keys * (gains - most).exp_().unsqueeze(-1)
+    kept = (before.unsqueeze(-1) - most).exp_().unsqueeze(-1)
+    return states_of_tiles(late.mT @ values, kept, state)
+
+
+def _sums(
+    queries: Tensor, keys: Tensor, values: Tensor, gains: Tensor, before: Tensor, most: Tensor, states: Tensor
+) -> Tensor:
+    """Numerators and, last, the denominator, [n, B * H, C, V + 1]."""
+    between = (gains.unsqueeze(-2) - most.unsqueeze(-1)).exp_()
+    pairs = between.mul_(queries @ keys.mT).tril_()  # above the diagonal may be anything, and goes
+    entered = queries * (before.unsqueeze(-1) - most).exp_().unsqueeze(-1)
+    sums = (pairs @ values).flatten(0, 1)
+    torch.baddbmm(sums, entered.flatten(0, 1), states.flatten(0, 1), out=sums)
+    return sums.view_as(values)

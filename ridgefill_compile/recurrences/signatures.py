@@ -122,7 +122,7 @@ def mlstm(given: Arguments) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
 
 
 def _is_inference(given: Arguments) -> bool:
-    """Whether states are computed and returned in fp32; in training, nothing may be."""
+    """Whether states are kept in fp32, and returned: in training a configuration may say otherwise."""
     config = given["self"].config
     mode = config.mode if given["mode"] is None else given["mode"]
     return "train" not in mode and config.inference_state_dtype == "float32"
@@ -130,9 +130,15 @@ def _is_inference(given: Arguments) -> bool:
 
 def _with_settings(kind: type) -> Any:
     """A module that computes by a configuration, with a small chunk and a large `eps`, so that it shows."""
-    settings = {"mode": "inference", "chunk_size": 32, "eps": 1e-2, "return_last_states": True}
-    types_of_numbers = {"autocast_kernel_dtype": "float32", "inference_state_dtype": "float32"}
-    return kind(types.SimpleNamespace(**settings, **types_of_numbers))
+    config = types.SimpleNamespace(
+        mode="inference",
+        chunk_size=32,
+        eps=1e-2,
+        return_last_states=True,
+        autocast_kernel_dtype="float32",
+        inference_state_dtype="float32",
+    )
+    return kind(config)
 
 
 def _delta_rule_samples(channels: bool) -> Iterator[tuple[Arguments, bool]]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -159,11 +160,11 @@ def test_a_continued_prompt_starts_from_its_state():
     close(actual, expected[:, 70:])
 
 
-def in_training(layer: nn.Module) -> None:
+def in_training(layer: Any) -> None:
     layer.mlstm_backend.config.mode = "train"
 
 
-def with_states_of_half_precision(layer: nn.Module) -> None:
+def with_states_of_half_precision(layer: Any) -> None:
     layer.mlstm_backend.config.inference_state_dtype = "bfloat16"
 
 
@@ -262,6 +263,34 @@ def test_a_method_is_replaced_under_dynamo_alone():
         assert len(captured.graphs) == 2
         compiled(torch.randn(2, 1, 4))
         assert captured.operators() == [], "one row is a decoding step, which stays as it is"
+
+
+MEMORY = """
+from transformers.models.xlstm.modeling_xlstm import xLSTMBackend
+
+class Memory(xLSTMBackend):
+    def forward(self, query, key, value, igate, fgate, c_initial=None, n_initial=None, m_initial=None,
+                return_last_states=None, mode=None):
+        return super().forward(query, key, value, igate, fgate, c_initial, n_initial, m_initial,
+                               return_last_states, mode)
+"""
+
+
+def test_a_method_is_tried_on_its_own_class():
+    """One that computes by a configuration; `self` is made from one."""
+    (accepted,) = substitute_recurrences([planted(MEMORY)])
+    assert accepted == Substitution("Memory.forward", "planted_modeling_file", "mlstm")
+    halved = MEMORY.replace("igate, fgate, c_initial,", "igate, fgate / 2, c_initial,")
+    (refused,) = substitute_recurrences([planted(halved)])
+    assert "computes something else" in refused.reason
+    fixed = MEMORY.replace(
+        "        return super()", "        self._inference_fn.keywords['eps'] = 0\n        return super()"
+    )
+    (refused,) = substitute_recurrences([planted(fixed)])
+    assert "computes something else" in refused.reason
+    unlike = MEMORY + "\n    def __init__(self, config, width):\n        super().__init__(config)\n"
+    (refused,) = substitute_recurrences([planted(unlike)])
+    assert "fails on a sample: TypeError" in refused.reason
 
 
 def test_other_arithmetic_is_refused():
