@@ -5,6 +5,7 @@
     table                    RECURRENCES: what the passes need to know of each
     block_index              a loop over rows that is no recurrence, in plain torch
     signatures               which functions of modelling files each operator can stand for
+    samples                  what both are compared on
     substitute               puts them there while Dynamo traces, after holding each against the function it replaces
 
 Models write their scans as Python loops over rows or chunks. Dynamo unrolls them: the graph grows with the prompt, and

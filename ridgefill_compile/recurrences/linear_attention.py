@@ -76,7 +76,17 @@ def _states(keys: Tensor, values: Tensor, total: Tensor, state: Tensor) -> tuple
     """States [n, B * G, K, H / G, V] before each tile, and the one after the last."""
     late = values * (total[:, :, -1:] - total).exp_().unsqueeze(-1)
     added = (keys.mT @ late.flatten(-2)).unflatten(-1, values.shape[-2:])
-    kept = total[:, :, -1].exp()[:, :, None, :, None]
+    return states_of_tiles(added, total[:, :, -1].exp()[:, :, None, :, None], state)
+
+
+def states_of_tiles(added: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """States `[n, ...]` before each tile, and the one after the last.
+
+    Args:
+        added: what each tile adds, [n, ...].
+        kept: how much each leaves of the state before it, of a shape that spreads over that.
+        state: before the first.
+    """
     states = torch.empty_like(added)
     for i in range(len(added)):
         states[i] = state

@@ -10,17 +10,15 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgefill_compile.recurrences import table  # noqa: F401  (registers the operators)
-from ridgefill_compile.recurrences.block_index import FormerKeys, block_index
-
-Arguments = dict[str, Any]
+from ridgefill_compile.recurrences import samples, table  # noqa: F401  (the table registers the operators)
+from ridgefill_compile.recurrences.block_index import block_index
+from ridgefill_compile.recurrences.samples import Arguments
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,8 @@ class Signature:
         samples: arguments to compare on. A sample marked optional may be refused by the function (with any error).
         reads: names that its code must use, such as attributes of `self`, where parameters tell too little.
         one_row: whether it is replaced for one row, too, since Dynamo cannot trace it at all.
+        stand_in: makes the `self` to compare on, of the class whose method it is; None where the method reads none.
+        applies: whether the operator computes the same with these arguments; else the traced call is the model's own.
     """
 
     operator: str
@@ -46,6 +46,8 @@ class Signature:
     samples: Callable[[], Iterator[tuple[Arguments, bool]]]
     reads: frozenset[str] = frozenset()
     one_row: bool = False
+    stand_in: Callable[[type], Any] | None = None
+    applies: Callable[[Arguments], bool] = lambda given: True
 
 
 def gated_delta_rule(given: Arguments) -> tuple[Tensor, Tensor | None]:
@@ -113,145 +115,20 @@ def linear_recurrence(given: Arguments) -> tuple[Tensor, Tensor]:
     return outputs, final
 
 
-def _delta_rule_samples(channels: bool) -> Iterator[tuple[Arguments, bool]]:
-    """Rows off the tile, with and without a state, with and without unit rows, in bf16; grouped heads where taken."""
-    draw = _Draw()
-    for rows, key_heads, with_state, dtype in (
-        (70, 4, False, torch.float32),
-        (131, 4, True, torch.float32),
-        (70, 4, True, torch.bfloat16),
-        (70, 2, True, torch.float32),
-    ):
-        arguments: Arguments = {
-            "query": draw(2, rows, key_heads, 8, dtype=dtype),
-            "key": draw(2, rows, key_heads, 8, dtype=dtype),
-            "value": draw(2, rows, 4, 12, dtype=dtype),
-            "g": -draw(*((2, rows, 4, 8) if channels else (2, rows, 4))).abs(),
-            "beta": draw(2, rows, 4, dtype=dtype).sigmoid(),
-            "initial_state": draw(2, 4, 8, 12) if with_state else None,
-            "output_final_state": True,
-            "use_qk_l2norm_in_kernel": True,
-        }
-        yield arguments, key_heads < 4
-        if not with_state:  # unscaled rows grow; short ones do not
-            short = {k: v * 0.3 if k in ("query", "key") else v for k, v in arguments.items()}
-            yield short | {"use_qk_l2norm_in_kernel": False, "output_final_state": False}, False
+def mlstm(given: Arguments) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """A matrix memory behind a configuration. Its rows are in dimension 2; the query is scaled by `K ** -0.5`."""
+    rows = (given[name].transpose(1, 2) for name in ("query", "key", "value", "igate", "fgate"))
+    states = (given[name] for name in ("c_initial", "n_initial", "m_initial"))
+    scale, eps = given["query"].shape[-1] ** -0.5, given["self"].config.eps
+    outputs, *final = torch.ops.ridgefill.mlstm(*rows, *states, scale, eps)
+    return outputs.transpose(1, 2), tuple(final)
 
 
-def _selective_scan_samples() -> Iterator[tuple[Arguments, bool]]:
-    draw = _Draw()
-    for rows, everything, dtype in ((37, True, torch.float32), (70, False, torch.float32), (37, True, torch.bfloat16)):
-        yield (
-            {
-                "hidden_states": draw(2, 6, rows, dtype=dtype),
-                "dt": draw(2, 6, rows, dtype=dtype) if everything else draw(2, 6, rows).abs(),
-                "A": -draw(6, 4).exp(),
-                "B": draw(2, 4, rows, dtype=dtype),
-                "C": draw(2, 4, rows, dtype=dtype),
-                "D": draw(6) if everything else None,
-                "z": draw(2, 6, rows, dtype=dtype) if everything else None,
-                "delta_bias": draw(6) if everything else None,
-                "delta_softplus": everything,
-                "return_last_state": everything,
-            },
-            False,
-        )
-
-
-def _state_space_samples() -> Iterator[tuple[Arguments, bool]]:
-    draw = _Draw()
-    for rows, everything, dtype in (
-        (70, False, torch.float32),
-        (131, True, torch.float32),
-        (70, True, torch.bfloat16),
-    ):
-        yield (
-            {
-                "hidden_states": draw(2, rows, 4, 6, dtype=dtype),
-                "dt": draw(2, rows, 4, dtype=dtype) if everything else draw(2, rows, 4).abs(),
-                "A": -draw(4).exp(),
-                "B": draw(2, rows, 2, 5, dtype=dtype),
-                "C": draw(2, rows, 2, 5, dtype=dtype),
-                "chunk_size": 32,
-                "D": draw(4) if everything else None,
-                "dt_bias": draw(4) if everything else None,
-                "initial_states": draw(2, 4, 6, 5) if everything else None,
-                "dt_softplus": everything,
-                "dt_limit": (0.1, 1.5) if everything else (0.0, float("inf")),
-                "return_final_states": everything,
-            },
-            False,
-        )
-
-
-def _wkv_samples() -> Iterator[tuple[Arguments, bool]]:
-    draw = _Draw()
-    for rows, with_state, dtype in ((37, False, torch.float32), (70, True, torch.float32), (37, True, torch.bfloat16)):
-        arguments: Arguments = {
-            "time_decay": draw(6, dtype=dtype),
-            "time_first": draw(6, dtype=dtype),
-            "key": 3 * draw(2, rows, 6, dtype=dtype),
-            "value": draw(2, rows, 6, dtype=dtype),
-            "state": [draw(2, 6), draw(2, 6).exp(), draw(2, 6)] if with_state else None,
-            "return_state": with_state,
-        }
-        yield arguments, False
-
-
-def _linear_recurrence_samples() -> Iterator[tuple[Arguments, bool]]:
-    draw = _Draw()
-    for rows, with_state, dtype in ((37, False, torch.float32), (70, True, torch.float32), (37, True, torch.bfloat16)):
-        arguments: Arguments = {
-            "hidden_states": draw(2, rows, 6, dtype=dtype),
-            "recurrent_gate": draw(2, rows, 6, dtype=dtype).sigmoid(),
-            "reset": draw(2, rows, 1) > 1.5,
-            "recurrent_states": draw(2, 6) if with_state else None,
-            "acc_dtype": torch.float32,
-        }
-        yield arguments, False
-
-
-def block_index_samples() -> Iterator[tuple[Arguments, bool]]:
-    """Batches with padding, masks of both kinds, former keys, rows that see less than a block."""
-    draw = _Draw()
-    heads, width, turned, hidden = 12, 8, 4, 6  # of few heads, many blocks score nothing
-    for rows, former, padding, ratio, floats in ((19, 0, 0, 4, False), (13, 10, 5, 3, True), (1, 22, 2, 4, False)):
-        keys, masks = former + rows, torch.ones(2, 1, former + rows, former + rows, dtype=torch.bool).tril()
-        masks[1, ..., :padding] = False
-        masks = masks[:, :, former:]
-        index = SimpleNamespace(
-            layer_idx=0,
-            index_n_heads=heads,
-            index_kv_heads=1,
-            index_head_dim=width,
-            compress_ratio=ratio,
-            token_budget=2 * ratio,
-            block_topk=2,
-            index_qk_proj=functools.partial(F.linear, weight=draw((heads + 1) * width, hidden)),
-            q_layernorm=functools.partial(F.rms_norm, normalized_shape=(width,), weight=draw(width)),
-            k_layernorm=functools.partial(F.rms_norm, normalized_shape=(width,), weight=draw(width)),
-        )
-        angles = draw(2, keys, turned)
-        yield (
-            {
-                "self": index,
-                "hidden_states": draw(2, rows, hidden),
-                "position_embeddings": (angles.cos(), angles.sin()),
-                "attention_mask": torch.where(masks, 0.0, -1e9) if floats else masks,
-                "cache": FormerKeys(draw(2, former, width)) if former else None,
-            },
-            False,
-        )
-
-
-class _Draw:
-    """Random tensors, the same ones every time, whatever the default device, type or seed."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator("cpu").manual_seed(0)
-
-    def __call__(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(size, generator=self.generator, dtype=torch.float32, device="cpu").to(dtype)
+def _is_inference(given: Arguments) -> bool:
+    """Whether states are kept in fp32, and returned: in training a configuration may say otherwise."""
+    config = given["self"].config
+    mode = config.mode if given["mode"] is None else given["mode"]
+    return "train" not in mode and config.inference_state_dtype == "float32"
 
 
 _DELTA_RULE = Signature(
@@ -260,12 +137,12 @@ _DELTA_RULE = Signature(
     known=frozenset({"use_qk_l2norm_in_kernel"}),
     rows=("key", 1),
     compute=gated_delta_rule,
-    samples=functools.partial(_delta_rule_samples, False),
+    samples=functools.partial(samples.delta_rule, False),
 )
 
 SIGNATURES: list[Signature] = [
     _DELTA_RULE,
-    dataclasses.replace(_DELTA_RULE, samples=functools.partial(_delta_rule_samples, True)),
+    dataclasses.replace(_DELTA_RULE, samples=functools.partial(samples.delta_rule, True)),
     Signature(
         operator="selective_scan",
         required=frozenset(
@@ -274,7 +151,7 @@ SIGNATURES: list[Signature] = [
         known=frozenset({"use_mambapy", "use_associative_scan"}),
         rows=("hidden_states", 2),
         compute=selective_scan,
-        samples=_selective_scan_samples,
+        samples=samples.selective_scan,
     ),
     Signature(
         operator="linear_attention",
@@ -285,7 +162,7 @@ SIGNATURES: list[Signature] = [
         known=frozenset(),
         rows=("hidden_states", 1),
         compute=state_space_scan,
-        samples=_state_space_samples,
+        samples=samples.state_space,
     ),
     Signature(
         operator="wkv",
@@ -293,7 +170,7 @@ SIGNATURES: list[Signature] = [
         known=frozenset(),
         rows=("key", 1),
         compute=wkv,
-        samples=_wkv_samples,
+        samples=samples.wkv,
     ),
     Signature(
         operator="linear_recurrence",
@@ -301,7 +178,7 @@ SIGNATURES: list[Signature] = [
         known=frozenset(),
         rows=("hidden_states", 1),
         compute=linear_recurrence,
-        samples=_linear_recurrence_samples,
+        samples=samples.linear_recurrence,
     ),
     Signature(
         operator="block_index",
@@ -309,8 +186,20 @@ SIGNATURES: list[Signature] = [
         known=frozenset(),
         rows=("hidden_states", 1),
         compute=block_index,
-        samples=block_index_samples,
+        samples=samples.block_index,
         reads=frozenset({"index_qk_proj", "compress_ratio", "block_topk", "update_indexer"}),
         one_row=True,
+    ),
+    Signature(
+        operator="mlstm",
+        required=frozenset(
+            {"self", "query", "key", "value", "igate", "fgate", "c_initial", "n_initial", "m_initial", "mode"}
+        ),
+        known=frozenset({"return_last_states"}),
+        rows=("key", 2),
+        compute=mlstm,
+        samples=samples.mlstm,
+        stand_in=samples.with_settings,
+        applies=_is_inference,
     ),
 ]

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ridgefill_compile.recurrences.signatures import SIGNATURES, Arguments, Signature
+from ridgefill_compile.recurrences.samples import Arguments
+from ridgefill_compile.recurrences.signatures import SIGNATURES, Signature
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest entry
 _FAILS = "fails on a sample"
@@ -154,7 +155,7 @@ def _substitute(function: types.FunctionType, kind: type | None, candidates: lis
     name, module = function.__qualname__, function.__module__
     reasons = []
     for signature in candidates:
-        reason = _difference(function, signature)
+        reason = _difference(function, kind, signature)
         if reason is None:
             done = Substitution(name, module, signature.operator)
             traced = _traced(function, signature)
@@ -185,13 +186,14 @@ def _wrap_method(method: types.FunctionType, kind: type, traced: Callable[..., A
 def _traced(function: types.FunctionType, signature: Signature) -> Callable[..., Any]:
     """What Dynamo traces where the model calls the function."""
     names, defaults = tuple(_parameters(function)), _defaults(function)
-    compute, original = signature.compute, _copy(function)
+    compute, applies, original = signature.compute, signature.applies, _copy(function)
     (counted, dim), least = signature.rows, 1 if signature.one_row else 2
 
     def substituted(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         packed = any(given.get(name) is not None for name in _PACKED)
-        if torch.is_grad_enabled() or packed or given[counted].shape[dim] < least:
+        is_prompt = given[counted].shape[dim] >= least
+        if torch.is_grad_enabled() or packed or not (is_prompt and applies(given)):
             return original(*args, **kwargs)
         return compute(given)
 
@@ -211,7 +213,7 @@ def _defaults(function: types.FunctionType) -> Arguments:
     return {name: p.default for name, p in _parameters(function).items() if p.default is not p.empty}
 
 
-def _difference(function: types.FunctionType, signature: Signature) -> str | None:
+def _difference(function: types.FunctionType, kind: type | None, signature: Signature) -> str | None:
     """Why the operator is no substitute, found on the samples; None if it is one.
 
     Decorators that choose between a kernel and the function as written are looked through: where a kernel is chosen, it
@@ -223,6 +225,8 @@ def _difference(function: types.FunctionType, signature: Signature) -> str | Non
     for sample, optional in signature.samples():
         arguments = {name: value for name, value in {"self": None, **sample}.items() if name in taken}
         try:
+            if signature.stand_in is not None and kind is not None:
+                arguments["self"] = signature.stand_in(kind)
             expected = plain(**_own(arguments))
         except Exception as error:
             if optional:

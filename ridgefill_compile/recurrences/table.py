@@ -20,6 +20,7 @@ from ridgefill_compile.recurrences import (  # noqa: F401  (they register their 
     delta_rule,
     linear_attention,
     linear_recurrence,
+    mlstm,
     selective_scan,
     wkv,
 )
@@ -28,7 +29,7 @@ from ridgefill_compile.recurrences.tiles import TILE
 
 @dataclass(frozen=True)
 class Recurrence:
-    """One operator. It returns (outputs, final state).
+    """One operator. It returns (outputs, final state), or a final state in several parts.
 
     Attributes:
         op: the operator.
@@ -82,6 +83,15 @@ def _linear_attention(node: Node) -> sympy.Expr:
     return batch * (rows * with_state + wanted * (with_state + within))
 
 
+def _mlstm(node: Node) -> sympy.Expr:
+    """Linear attention of values with a one behind them, each head with a key of its own."""
+    given = arguments(node)
+    batch, rows, heads, key_dim = _sizes(given["key"])
+    value_dim = _sizes(given["value"])[3] + 1
+    wanted = _sizes(given["query"])[1]
+    return batch * heads * (rows * key_dim * value_dim + wanted * (key_dim * value_dim + TILE * (key_dim + value_dim)))
+
+
 def _selective_scan(node: Node) -> sympy.Expr:
     """Elementwise work, which is all there is: two multiplications to add to an entry of the state, one to read it."""
     given = arguments(node)
@@ -110,6 +120,7 @@ RECURRENCES: dict[OpOverload, Recurrence] = {
         Recurrence(_ops.gated_delta_rule.default, 1, ("query",), None, _gated_delta_rule, "g"),
         Recurrence(_ops.linear_attention.default, 1, ("query",), None, _linear_attention, "g"),
         Recurrence(_ops.linear_recurrence.default, 1, (), "outputs", _linear_recurrence),
+        Recurrence(_ops.mlstm.default, 1, ("query",), None, _mlstm),
         Recurrence(_ops.selective_scan.default, 2, ("C",), None, _selective_scan),
         Recurrence(_ops.wkv.default, 1, (), "outputs", _wkv),
     ]

@@ -431,6 +431,8 @@ def scans() -> Iterator[Sample]:
         yield sample(ops.selective_scan.default, x, step, -real(N, 4).abs(), real(2, 4, N), real(2, 4, N), state)
     for state in (None, real(2, N)):
         yield sample(ops.linear_recurrence.default, real(2, N, N), real(2, N, N).sigmoid(), state, -1)
+    memory = real(2, N, N, 3), strided(2, N, N, 3), real(2, N, N, 4), real(2, N, N), real(2, N, N)
+    yield sample(ops.mlstm.default, *memory, None, None, None, 0.5, 1e-3)
     yield sample(ops.wkv.default, -real(N).abs(), real(N), real(2, N, N), real(2, N, N), None, -1)
 
 

@@ -85,6 +85,7 @@ KNOWN_GAPS: dict[Any, tuple[str, set[Role]]] = {
     torch.ops.ridgefill.gated_delta_rule.default: (_SCAN, _EVERY | {(-4, "")}),
     torch.ops.ridgefill.linear_attention.default: (_SCAN, _EVERY | {(-4, "")}),
     torch.ops.ridgefill.linear_recurrence.default: (_SCAN, _EVERY - {(-3, "blocks"), (-2, "blocks")}),
+    torch.ops.ridgefill.mlstm.default: (_SCAN, _EVERY | {(-4, "")}),
     torch.ops.ridgefill.selective_scan.default: (_SCAN, _EVERY - {(-3, "blocks")}),
     torch.ops.ridgefill.wkv.default: (_SCAN, _EVERY - {(-3, "blocks"), (-2, "blocks")}),
     aten.gather.default: ("an index that is smaller than the operand", {(-3, ""), (-2, ""), (-1, "blocks")}),

@@ -30,23 +30,23 @@ class Case:
     Attributes:
         operator: name in `torch.ops.ridgefill`.
         draw: arguments for (batch, rows, with initial state, dtype).
-        loop: (outputs of all rows, final state) of arguments in float64, row by row.
+        loop: (outputs of all rows, final state) of arguments in float64, row by row. A state may have several parts.
     """
 
     operator: str
     draw: Callable[[int, int, bool, torch.dtype], Arguments]
-    loop: Callable[[Arguments], tuple[Tensor, Tensor]]
+    loop: Callable[[Arguments], tuple[Tensor, ...]]
 
     @property
     def recurrence(self) -> Recurrence:
         return RECURRENCES[getattr(torch.ops.ridgefill, self.operator).default]
 
     @property
-    def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
+    def function(self) -> Callable[..., tuple[Tensor, ...]]:
         """What the operator runs, open to those who count operations."""
         return OPDEFS[f"ridgefill::{self.operator}"]._init_fn
 
-    def run(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    def run(self, arguments: Arguments) -> tuple[Tensor, ...]:
         return self.recurrence.op(**arguments)
 
     def narrowed(self, arguments: Arguments, wanted: int) -> Arguments:
@@ -83,22 +83,24 @@ def check_narrowed(case: Case) -> None:
     """Fewer rows of outputs are the last ones, and the state does not change with them."""
     for rows in (50, 64, 200):
         arguments = case.draw(2, rows, True, torch.float32)
-        outputs, state = case.loop(doubled(arguments))
+        outputs, *states = case.loop(doubled(arguments))
         dim = case.recurrence.row_dim
         for wanted in sorted({0, 1, 5, 49, 50, 64, 65, 127, 128, 136, 199, 200}):
             if wanted <= rows:
-                some, same_state = case.run(case.narrowed(arguments, wanted))
+                some, *same_states = case.run(case.narrowed(arguments, wanted))
                 close(some, outputs.narrow(dim, rows - wanted, wanted))
-                close(same_state, state)
+                for same_state, state in zip(same_states, states, strict=True):
+                    close(same_state, state)
 
 
 def check_half_precision(case: Case, allowed: float = 1e-2) -> None:
     """Low-precision operands, outputs in the type of the model's own function, state in fp32."""
     arguments = case.draw(2, 100, True, torch.bfloat16)
-    (outputs, state), expected = case.run(arguments), case.loop(doubled(arguments))
-    assert state.dtype == torch.float32
-    close(outputs, expected[0], allowed)
-    close(state, expected[1], 1e-5)
+    (outputs, *states), (expected, *final) = case.run(arguments), case.loop(doubled(arguments))
+    close(outputs, expected, allowed)
+    for state, its in zip(states, final, strict=True):
+        assert state.dtype == torch.float32
+        close(state, its, 1e-5)
 
 
 def check_operands_untouched(case: Case) -> None:
@@ -111,7 +113,7 @@ def check_operands_untouched(case: Case) -> None:
         assert all(torch.equal(before[k], arguments[k]) for k in before)
         own = [result.untyped_storage().data_ptr() for result in results]
         assert not memory & set(own)
-        assert own[0] != own[1]
+        assert len(set(own)) == len(own)
         strided = {
             k: v.transpose(-1, -2).contiguous().transpose(-1, -2) if isinstance(v, Tensor) and v.dim() > 1 else v
             for k, v in arguments.items()
@@ -138,13 +140,14 @@ def check_symbolic_sizes(case: Case) -> None:
     if case.recurrence.outputs is not None:
         arguments[case.recurrence.outputs] = shapes.create_unbacked_symint()
     with mode:
-        outputs, state = case.run(arguments)
+        results = case.run(arguments)
+    outputs = results[0]
     if case.recurrence.query_side:
         assert outputs.shape[dim] is not wanted
         (query,) = (arguments[name] for name in case.recurrence.query_side)
         assert same(outputs.shape[dim], query.shape[dim])
     assert [guard.expr for guard in shapes.guards] == []
-    for fake, result in zip((outputs, state), case.run(real), strict=True):
+    for fake, result in zip(results, case.run(real), strict=True):
         assert fake.dtype == result.dtype
         assert fake.dim() == result.dim()
 

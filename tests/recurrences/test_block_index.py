@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from ridgefill_compile.recurrences.block_index import FormerKeys, block_index, first_key
-from ridgefill_compile.recurrences.signatures import Arguments, block_index_samples
+from ridgefill_compile.recurrences.samples import Arguments
+from ridgefill_compile.recurrences.samples import block_index as samples
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 from ridgefill_compile.report import report
 from ridgefill_compile.zoo.shrink import tiny_config
@@ -66,7 +67,7 @@ def rotated(head: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def draw(padding: list[int], rows: int, former: int, unused: int, ratio: int, seed: int = 0) -> Arguments:
     """An index and a call of it."""
     torch.manual_seed(seed)
-    given, _ = next(iter(block_index_samples()))
+    given, _ = next(iter(samples()))
     given["self"].compress_ratio = ratio
     total, batch = former + rows, len(padding)
     angles = torch.randn(batch, total, TURNED)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     RwkvConfig,
+    xLSTMConfig,
 )
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
 from ridgefill_compile.capture import capture
 from ridgefill_compile.recurrences import RECURRENCES
@@ -78,11 +81,23 @@ def rwkv() -> PreTrainedConfig:
     return RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=512)
 
 
+def xlstm() -> PreTrainedConfig:
+    return xLSTMConfig(  # its cache rounds query widths, half of this, up to 64
+        vocab_size=64,
+        hidden_size=128,
+        embedding_dim=128,
+        num_hidden_layers=2,
+        num_heads=2,
+        eps=1e-3,
+    )
+
+
 MODELS = {
     "delta_net": (delta_net, ["gated_delta_rule.default"]),
     "mamba": (mamba, ["selective_scan.default"]),
     "mamba2": (mamba2, ["linear_attention.default"]),
     "rwkv": (rwkv, ["wkv.default"] * 2),
+    "xlstm": (xlstm, ["mlstm.default"] * 2),
 }
 
 
@@ -118,6 +133,8 @@ def check_same_states(actual, expected) -> None:
     def states(result) -> list[torch.Tensor]:
         if "state" in result:
             return list(result.state)
+        if isinstance(result.cache, xLSTMCache):
+            return torch.utils._pytree.tree_leaves(result.cache.rnn_state)
         held = [value for layer in result.cache.layers for value in vars(layer).values()]
         return [x for x in torch.utils._pytree.tree_leaves(held) if isinstance(x, torch.Tensor)]
 
@@ -141,6 +158,37 @@ def test_a_continued_prompt_starts_from_its_state():
         actual = compiled(ids[:, 70:], cache=cache, use_cache=True).logits
     assert captured.operators() == ["gated_delta_rule.default"]
     close(actual, expected[:, 70:])
+
+
+def in_training(layer: Any) -> None:
+    layer.mlstm_backend.config.mode = "train"
+
+
+def with_states_of_half_precision(layer: Any) -> None:
+    layer.mlstm_backend.config.inference_state_dtype = "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("rows", "changed", "operators"),
+    [
+        (70, lambda layer: None, ["mlstm.default"]),
+        (1, lambda layer: None, []),
+        (64, in_training, []),
+        (70, with_states_of_half_precision, []),
+    ],
+)
+def test_what_a_configuration_says(rows, changed, operators):
+    """The operator stands for inference with states in fp32; one row is a decoding step."""
+    layer = AutoModelForCausalLM.from_config(xlstm()).eval().backbone.blocks[0].mlstm_layer
+    substitute_recurrences(layer)
+    changed(layer)
+    captured = Captured()
+    x = torch.randn(2, rows, 128)
+    with torch.no_grad():
+        actual, expected = torch.compile(layer, backend=captured)(x), layer(x)
+    assert captured.operators() == operators
+    for a, b in zip(torch.utils._pytree.tree_leaves(actual), torch.utils._pytree.tree_leaves(expected), strict=True):
+        close(a, b)
 
 
 def test_gradients_are_the_models_own():
@@ -215,6 +263,34 @@ def test_a_method_is_replaced_under_dynamo_alone():
         assert len(captured.graphs) == 2
         compiled(torch.randn(2, 1, 4))
         assert captured.operators() == [], "one row is a decoding step, which stays as it is"
+
+
+MEMORY = """
+from transformers.models.xlstm.modeling_xlstm import xLSTMBackend
+
+class Memory(xLSTMBackend):
+    def forward(self, query, key, value, igate, fgate, c_initial=None, n_initial=None, m_initial=None,
+                return_last_states=None, mode=None):
+        return super().forward(query, key, value, igate, fgate, c_initial, n_initial, m_initial,
+                               return_last_states, mode)
+"""
+
+
+def test_a_method_is_tried_on_its_own_class():
+    """One that computes by a configuration; `self` is made from one."""
+    (accepted,) = substitute_recurrences([planted(MEMORY)])
+    assert accepted == Substitution("Memory.forward", "planted_modeling_file", "mlstm")
+    halved = MEMORY.replace("igate, fgate, c_initial,", "igate, fgate / 2, c_initial,")
+    (refused,) = substitute_recurrences([planted(halved)])
+    assert "computes something else" in refused.reason
+    fixed = MEMORY.replace(
+        "        return super()", "        self._inference_fn.keywords['eps'] = 0\n        return super()"
+    )
+    (refused,) = substitute_recurrences([planted(fixed)])
+    assert "computes something else" in refused.reason
+    unlike = MEMORY + "\n    def __init__(self, config, width):\n        super().__init__(config)\n"
+    (refused,) = substitute_recurrences([planted(unlike)])
+    assert "fails on a sample: TypeError" in refused.reason
 
 
 def test_other_arithmetic_is_refused():

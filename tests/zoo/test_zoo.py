@@ -33,6 +33,7 @@ FILLED: dict[str, str] = {
     "mamba2": "recurrent",
     "qwen3_next": "recurrent layers and experts",
     "falcon_h1": "attention and recurrence side by side",
+    "xlstm": "recurrent, states in three parts",
     "lfm2": "convolutions",
     "gemma3n_text": "several residual streams",
     "git": "a mask made of a value's size",
