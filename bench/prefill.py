@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,17 +22,16 @@ import torch
 import typer
 from rich.console import Console
 
-from ridgefill_compile.evaluate.machine import machine, versions
+from ridgefill_compile.evaluate.machine import STATUS, machine, resident, versions
 from ridgefill_compile.evaluate.progress import progress
-from ridgefill_compile.evaluate.shapes import SHAPES, random_model
+from ridgefill_compile.evaluate.shapes import SHAPES, made_up_maps, random_model
 from ridgefill_compile.evaluate.speed import calls_of, compiled, first_token, measure_speed
 from ridgefill_compile.evaluate.texts import long_prompt, split_texts
 from ridgefill_compile.evaluate.trained import load_model
-from ridgefill_compile.maps import RidgeMaps, SplitMaps
+from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 
 ARMS = ("exact", "filled")
-STATUS = Path("/proc/self/status")
 
 
 def prefill(
@@ -97,19 +95,6 @@ def other_lengths(rows: int, tail: int) -> tuple[int, ...]:
     return ((rows + tail) // 2,)
 
 
-def made_up_maps(model: Any, split: int) -> RidgeMaps:
-    """Maps of the right shapes for a plain decoder: the identity plus a little noise, so that nothing overflows."""
-    width, layers = model.config.hidden_size, model.config.num_hidden_layers
-    generator = torch.Generator().manual_seed(0)
-
-    def matrix() -> torch.Tensor:
-        return (torch.eye(width) + 0.01 * torch.randn(width, width, generator=generator)).bfloat16()
-
-    late = range(split + 1, layers)
-    offsets = {layer: torch.zeros(width, dtype=torch.bfloat16) for layer in late}
-    return RidgeMaps([SplitMaps(split, {layer: matrix() for layer in late}, offsets)], layer_count=layers)
-
-
 def peak_memory(
     model: Any, prompt: torch.Tensor, options: dict[str, Any], warm_up: tuple[int, ...], which: str
 ) -> dict[str, int]:
@@ -124,14 +109,6 @@ def peak_memory(
     before = resident("VmRSS")
     first_token(ready, prompt)
     return {"before": before, "peak": resident("VmHWM")}
-
-
-def resident(name: str) -> int:
-    """A size of this process in bytes, from the kernel's list."""
-    found = re.search(rf"^{name}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"the kernel tells no {name}")
-    return 1024 * int(found[1])
 
 
 def in_processes(arguments: list[str]) -> dict[str, Any] | None:

@@ -3,18 +3,20 @@
 import pytest
 import torch
 
-from bench import needles, prefill, quality, selected_rows
+from bench import maps_memory, needles, prefill, quality, selected_rows
 from ridgefill_compile.errors import OptionError
 from ridgefill_compile.evaluate.arms import score_window
 from ridgefill_compile.evaluate.kept import Kept
 from ridgefill_compile.evaluate.measures import TokenScores
 from ridgefill_compile.evaluate.needles import needles as hidden
+from ridgefill_compile.evaluate.shapes import made_up_maps
 from ridgefill_compile.evaluate.texts import Window
+from ridgefill_compile.maps import RidgeMaps
 from tests.evaluate.tiny import LAYERS, WIDTH, tiny_maps, tiny_model, tiny_tokenizer
 
 
 def test_made_up_maps_fit_the_model_and_are_near_the_identity():
-    maps = prefill.made_up_maps(tiny_model(), 1)
+    maps = made_up_maps(tiny_model(), 1)
     assert maps.layers == tuple(range(2, LAYERS))
     assert maps.matrix(2).shape == (WIDTH, WIDTH)
     assert float((maps.matrix(2).float() - torch.eye(WIDTH)).abs().max()) < 0.1
@@ -34,6 +36,17 @@ def test_peak_memory_is_at_least_what_was_held_before():
         "filled",
     )
     assert 0 < found["before"] <= found["peak"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_maps_in_memory_are_the_same_maps(tmp_path, dtype):
+    made_up_maps(tiny_model(), 1).to(dtype).save(tmp_path)
+    mapped = RidgeMaps.load(tmp_path)
+    copied = maps_memory.in_memory(mapped)
+    for layer in mapped.layers:
+        assert torch.equal(copied.matrix(layer), mapped.matrix(layer))
+        assert torch.equal(copied.offset(layer), mapped.offset(layer))
+    assert copied.dtype == mapped.dtype
 
 
 def test_scores_are_kept_for_what_they_depend_on(monkeypatch, tmp_path):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+STATUS = Path("/proc/self/status")
+
 
 def machine() -> str:
     """Processor, cores this process may use, threads torch uses, and memory, in one line."""
@@ -40,3 +42,11 @@ def version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def resident(name: str) -> int:
+    """A size of this process in bytes, from the kernel's list."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"the kernel tells no {name}")
+    return 1024 * int(found[1])

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from ridgefill_compile.maps import RidgeMaps
+from ridgefill_compile.splitmaps import SplitMaps
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # Three of four layers are Gated DeltaNet, as in Qwen3.5; 179 M parameters.
     "hybrid": (
@@ -41,6 +44,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # A wide residual stream, so that maps are as large as layers; 407 M parameters.
+    "wide": (
+        "llama",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -54,3 +69,16 @@ def random_model(shape: str, vocabulary: int, dtype: str = "float32") -> PreTrai
     )
     model.eval()
     return model
+
+
+def made_up_maps(model: Any, split: int) -> RidgeMaps:
+    """Maps of the right shapes for a plain decoder: the identity plus a little noise, so that nothing overflows."""
+    width, layers = model.config.hidden_size, model.config.num_hidden_layers
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix() -> torch.Tensor:
+        return (torch.eye(width) + 0.01 * torch.randn(width, width, generator=generator)).bfloat16()
+
+    late = range(split + 1, layers)
+    offsets = {layer: torch.zeros(width, dtype=torch.bfloat16) for layer in late}
+    return RidgeMaps([SplitMaps(split, {layer: matrix() for layer in late}, offsets)], layer_count=layers)
