@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import types
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from ridgefill_compile.recurrences.block_index import FormerKeys, block_index, first_key
 from ridgefill_compile.recurrences.samples import Arguments
@@ -130,8 +130,14 @@ class TestMask:
             first_key(mask)
 
 
+@pytest.fixture(name="modelling_file")
+def _modelling_file() -> types.ModuleType:
+    """Of versions of transformers that have such a model."""
+    return cast(types.ModuleType, pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp"))
+
+
 @pytest.fixture(name="model")
-def _model() -> PreTrainedModel:
+def _model(modelling_file: types.ModuleType) -> PreTrainedModel:
     config = tiny_config("qwen4_exp_text")
     config.indexer_n_heads = HEADS  # of two heads, many blocks score nothing, and which of them is taken is anybody's
     config.num_hidden_layers, config.layer_types = 4, config.layer_types[-2:] * 2
@@ -190,9 +196,9 @@ def test_a_mask_of_ones_own_is_refused_when_it_comes(model):
             compiled(ids, attention_mask=masks)
 
 
-def test_another_choice_is_no_substitute():
+def test_another_choice_is_no_substitute(modelling_file):
     """A file that rotates blocks as their last key."""
-    source = inspect.getsource(inspect.unwrap(modeling_qwen4_exp.Qwen4ExpTextQSAIndexer.forward))
+    source = inspect.getsource(inspect.unwrap(modelling_file.Qwen4ExpTextQSAIndexer.forward))
     source = source[source.index("def forward") :]
     source = "from transformers.models.qwen4_exp.modeling_qwen4_exp import *\n" + (
         "from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_emb\n"
