@@ -60,7 +60,8 @@ def block_index(given: dict[str, Any]) -> Tensor:
     """Which keys each row may attend to, [B, 1, N, K], bool, from an index module's arguments by name.
 
     They are `hidden_states` [B, N, hidden], `position_embeddings` (cosines and sines of all positions so far, the new
-    rows' last), `attention_mask` [B, 1, N, K] (bool, or 0 where a row sees), `cache`, and the module itself.
+    rows' last), `attention_mask` [B, 1, N, K] (bool, or 0 where a row sees), `cache` (of older versions:
+    `past_key_values`), and the module itself.
     """
     index, hidden, (cosines, sines) = given["self"], given["hidden_states"], given["position_embeddings"]
     rows, width, ratio = hidden.shape[1], index.index_head_dim, index.compress_ratio
@@ -68,8 +69,9 @@ def block_index(given: dict[str, Any]) -> Tensor:
     queries, keys = index.index_qk_proj(hidden).split(sizes, -1)
     queries = index.q_layernorm(queries.unflatten(-1, (-1, width)))
     queries = _rotated(queries, cosines[:, -rows:], sines[:, -rows:])
-    if given["cache"] is not None:
-        keys = given["cache"].update_indexer(keys, index.layer_idx)
+    cache = given.get("cache", given.get("past_key_values"))
+    if cache is not None:
+        keys = cache.update_indexer(keys, index.layer_idx)
 
     mask = given["attention_mask"][:, 0]
     visible = mask if mask.dtype == torch.bool else mask == 0

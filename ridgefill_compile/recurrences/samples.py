@@ -154,14 +154,15 @@ def block_index() -> Iterator[tuple[Arguments, bool]]:
             q_layernorm=functools.partial(F.rms_norm, normalized_shape=(width,), weight=draw(width)),
             k_layernorm=functools.partial(F.rms_norm, normalized_shape=(width,), weight=draw(width)),
         )
-        angles = draw(2, keys, turned)
+        angles, cache = draw(2, keys, turned), FormerKeys(draw(2, former, width)) if former else None
         yield (
             {
                 "self": index,
                 "hidden_states": draw(2, rows, hidden),
                 "position_embeddings": (angles.cos(), angles.sin()),
                 "attention_mask": torch.where(masks, 0.0, -1e9) if floats else masks,
-                "cache": FormerKeys(draw(2, former, width)) if former else None,
+                "cache": cache,
+                "past_key_values": cache,
             },
             False,
         )

@@ -182,8 +182,8 @@ SIGNATURES: list[Signature] = [
     ),
     Signature(
         operator="block_index",
-        required=frozenset({"hidden_states", "position_embeddings", "attention_mask", "cache"}),
-        known=frozenset(),
+        required=frozenset({"hidden_states", "position_embeddings", "attention_mask"}),
+        known=frozenset({"cache", "past_key_values"}),
         rows=("hidden_states", 1),
         compute=block_index,
         samples=samples.block_index,
