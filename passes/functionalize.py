@@ -47,6 +47,7 @@ LIKE: dict[Any, Any] = {
     aten.ones_like.default: aten.ones.default,
     aten.full_like.default: aten.full.default,
 }
+LIKE_ANOTHER = (aten.type_as.default, aten.to.other)
 RESHAPES = (aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.flatten.using_ints)
 CASTS = (
     aten.to.dtype,
@@ -79,7 +80,7 @@ def functionalize(module: GraphModule) -> GraphModule:
                 last.meta["val"] = source.meta["val"]
     _drop_no_ops(module)
     _read_past_writes(graph)
-    _free_constants(emit)
+    _free_of_examples(emit)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or has_effect(node))
     module.recompile()
     return module
@@ -355,10 +356,16 @@ def _drop_no_ops(module: GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def _free_constants(emit: Emitter) -> None:
-    """`x.new_ones(size)` reads nothing of x but its type and device, and `ones_like(x)` but its size, too."""
+def _free_of_examples(emit: Emitter) -> None:
+    """`x.new_ones(size)` reads nothing of x but its type and device, as `y.type_as(x)` does, and `ones_like(x)` but its
+    size, too.
+    """
     for node in emit.graph.nodes:
         value = node.meta.get("val")
+        if node.target in LIKE_ANOTHER:
+            node.target, node.args = aten._to_copy.default, node.args[:1]
+            node.kwargs = {"dtype": value.dtype, "device": value.device}
+            continue
         if node.target in FACTORIES:
             node.target, node.args = FACTORIES[node.target], node.args[1:]
         elif node.target in LIKE and value.is_contiguous():

@@ -84,12 +84,15 @@ class LayerAttention:
         sees none; None where nothing but causality hides any.
         """
         if self.weights_of is not None:
-            return _first(self._of_rows(self.weights_of[..., : self.keys], rows) > 0)
+            return _first(self._of_rows(self.weights_of[..., : self.keys].amax(1), rows) > 0)
         if self.mask is None:
             return None
-        seen = self._of_rows(self.mask[(None,) * (4 - self.mask.dim())], rows)
+        mask = self.mask[(None,) * (4 - self.mask.dim())]
+        seen = self._of_rows(mask.expand(*mask.shape[:-1], self.keys), rows)
         if seen.dtype != torch.bool:
-            seen = seen > seen.amax(-1, keepdim=True) - HIDING
+            most = seen.amax(-1, keepdim=True)
+            seen = (seen > most - HIDING) & (most > -HIDING)
+        seen = seen.any(1)
         if self.causal:
             row = torch.arange(rows, device=seen.device)
             seen = seen & (row <= row.unsqueeze(1))
@@ -173,17 +176,17 @@ class Prompt:
 
 
 def _first(seen: Tensor) -> Tensor:
-    """The first column that is seen in some head, of [batch, heads, rows, columns]; their number where none is."""
-    first = seen.to(torch.int8).argmax(-1)
-    return torch.where(seen.any(-1), first, seen.shape[-1]).amin(1)
+    """The first column that is seen, of [batch, rows, columns]; their number where none is."""
+    first = seen.view(torch.int8).argmax(-1)
+    return torch.where(seen.any(-1), first, seen.shape[-1])
 
 
 def real_rows(attention: Sequence[LayerAttention], rows: int) -> Tensor | None:
     """Which rows are not padding in front of a sequence, by what attention sees: bool [batch or 1, rows]; None: all.
 
-    A sequence's first row sees itself, and neither it nor any row behind it sees a row before. So a sequence begins at
-    the last row of which this is true in all layers at once. (A row need not see the one before it: an index may have
-    chosen others.)
+    A sequence's first row sees itself, some row behind sees it, and neither it nor any row behind it sees a row before.
+    So a sequence begins at the last row of which this is true in all layers at once. (A row need not see the one before
+    it: an index may have chosen others.)
     """
     told = [first for each in attention if (first := each.first_seen(rows)) is not None]
     if not told:
@@ -192,6 +195,7 @@ def real_rows(attention: Sequence[LayerAttention], rows: int) -> Tensor | None:
     for other in told[1:]:
         first = torch.minimum(first, other)
     row = torch.arange(rows, device=first.device)
-    from_here_on = first.flip(-1).cummin(-1).values.flip(-1)
-    begins = (first == row) & (from_here_on >= row)
-    return row >= (begins * row).amax(-1, keepdim=True)
+    first = first.expand(-1, rows)
+    behind = first.flip(-1).cummin(-1).values.flip(-1)[:, 1:]
+    begins = (first[:, :-1] == row[:-1]) & (behind == row[:-1])
+    return row >= (begins * row[:-1]).amax(-1, keepdim=True)

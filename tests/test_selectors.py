@@ -472,5 +472,22 @@ class TestRealRows:
         assert found is not None
         assert found.sum(1).tolist() == [ROWS - 3]
 
+    @pytest.mark.parametrize("kind", ["bool", "-1e9", "finfo"])
+    def test_padding_behind_that_sees_itself_or_nothing(self, kind: str) -> None:
+        """Rows that see but themselves, against NaN, or are hidden whole, do not begin a sequence."""
+        mask = sees(2)
+        mask[..., ROWS - 3, :] = mask[..., ROWS - 2 :, :] = False
+        mask[..., ROWS - 1, ROWS - 1] = mask[..., ROWS - 2, ROWS - 2] = True
+        if kind != "bool":
+            mask = torch.where(mask, 0.0, -1e9 if kind == "-1e9" else torch.finfo(torch.float32).min)
+        found = real_rows([layer(causal=False, mask=mask)], ROWS)
+        assert found is not None
+        assert found.sum(1).tolist() == [ROWS - 2]
+
+    def test_a_mask_of_rows_alone(self) -> None:
+        found = real_rows([layer(mask=torch.ones(1, 1, ROWS, 1, dtype=torch.bool))], ROWS)
+        assert found is not None
+        assert found.all()
+
     def test_nothing_is_hidden(self) -> None:
         assert real_rows([layer()], ROWS) is None

@@ -8,10 +8,10 @@ rotated as their first. The row attends to the blocks that score best with its i
 as many as the budget holds, and to the keys after the last whole block. Which of two blocks of equal score is taken (of
 few heads, many score 0) is not defined, neither here nor in the loop.
 
-Modelling files ask each row for the keys that it sees, which Dynamo cannot trace. Where every row of a sequence sees
-all keys from the sequence's first one to one of its own (a causal mask, with padding on the left), blocks are the same
-for all rows, and the loop is one product, one top-k and one scatter. Whether the mask is so is looked at when it is
-known: another one is refused then, never answered wrongly.
+Modelling files ask each row for the keys that it sees, which Dynamo cannot trace. Where all rows of a sequence see the
+first so many of the same keys, each as many as it may (a causal mask, with padding anywhere), blocks are the same for
+all rows, and the loop is one product, one top-k and one scatter. Whether the mask is so is looked at when it is known:
+another one is refused then, never answered wrongly.
 """
 
 from __future__ import annotations
@@ -23,37 +23,35 @@ import torch
 from torch import Tensor
 
 _REFUSED = (
-    "an index over blocks of keys is compiled for rows that see every key from their sequence's first on (a causal "
-    "mask, with padding on the left), and this mask is another: run the model uncompiled with it"
+    "an index over blocks of keys is compiled for rows that each see the first so many of the same keys (a causal "
+    "mask, with padding), and this mask is another: run the model uncompiled with it"
 )
 
 
-@torch.library.custom_op("ridgefill::first_key", mutates_args=())
-def first_key(visible: Tensor) -> Tensor:
-    """The first key that each sequence's rows see.
+@torch.library.custom_op("ridgefill::key_order", mutates_args=())
+def key_order(visible: Tensor) -> Tensor:
+    """Where each key comes among those that the rows of its sequence see; behind them, keys that none sees.
 
     Args:
         visible: which keys each row sees, [B, N, K], bool.
 
     Returns:
-        Positions [B] (0 where no row sees any).
+        A permutation of 0 .. K - 1 for each sequence, int64 [B, K].
 
     Raises:
-        RuntimeError: some row sees other keys than all of those from the first to one of its own. On CUDA a later call
-            raises it, so that nothing has to be waited for.
+        RuntimeError: some row sees other keys than the first so many. On CUDA it is an assertion of the device, so that
+            nothing has to be waited for: a later call raises it, and the device cannot be used any more.
     """
-    count = visible.sum(-1)
-    begins = visible.to(torch.int8).argmax(-1)
-    first = begins.masked_fill(count == 0, visible.shape[-1]).amin(-1)
-    last = visible.shape[-1] - visible.flip(-1).to(torch.int8).argmax(-1)  # one behind it
-    causal = (count == 0) | ((begins == first.unsqueeze(-1)) & (last - begins == count))
-    torch._assert_async(causal.all(), _REFUSED)
-    return torch.where(first < visible.shape[-1], first, 0)
+    seen = visible.any(1)
+    order = torch.where(seen, seen.cumsum(-1), seen.sum(-1, keepdim=True) + seen.logical_not().cumsum(-1)) - 1
+    first = (order.unsqueeze(1) < visible.sum(-1, keepdim=True)) & seen.unsqueeze(1)
+    torch._assert_async((first == visible).all(), _REFUSED)
+    return order
 
 
-@first_key.register_fake
+@key_order.register_fake
 def _(visible: Tensor) -> Tensor:
-    return visible.new_empty(visible.shape[0], dtype=torch.int64)
+    return visible.new_empty(visible.shape[0], visible.shape[2], dtype=torch.int64)
 
 
 def block_index(given: dict[str, Any]) -> Tensor:
@@ -75,12 +73,10 @@ def block_index(given: dict[str, Any]) -> Tensor:
 
     mask = given["attention_mask"][:, 0]
     visible = mask if mask.dtype == torch.bool else mask == 0
-    first, count = first_key(visible), visible.sum(-1, keepdim=True)  # [B], [B, N, 1]
-    positions = torch.arange(keys.shape[1], device=keys.device) - first.unsqueeze(-1)  # of each key in its sequence
-    complete = count // ratio
+    order, complete = key_order(visible), visible.sum(-1, keepdim=True) // ratio  # [B, K], [B, N, 1]
 
     blocks = (keys.shape[1] + ratio - 1) // ratio
-    members = first.unsqueeze(-1) + torch.arange(blocks * ratio, device=keys.device)
+    members = _at(order.argsort(-1).unsqueeze(-1), torch.arange(blocks * ratio, device=keys.device)[None]).squeeze(-1)
     pooled = _at(keys, members).unflatten(1, (blocks, ratio)).float().mean(2).to(keys.dtype)
     begins = members[:, ::ratio]
     block_keys = _rotated(index.k_layernorm(pooled).unsqueeze(2), _at(cosines, begins), _at(sines, begins))
@@ -90,16 +86,16 @@ def block_index(given: dict[str, Any]) -> Tensor:
     whole = torch.arange(blocks, device=keys.device) < complete
     best = scores.masked_fill(~whole, -1.0).topk(min(index.block_topk, blocks), dim=-1).indices
     chosen = torch.zeros_like(whole).scatter(-1, best, True)  # of a block that is not whole, a row sees what is behind
-    block_of = (positions // ratio).clamp(0, blocks - 1).unsqueeze(1).expand(-1, rows, -1)
-    behind = positions.unsqueeze(1) >= complete * ratio
+    block_of = (order // ratio).unsqueeze(1).expand(-1, rows, -1)
+    behind = order.unsqueeze(1) >= complete * ratio
     allowed: Tensor = (chosen.gather(-1, block_of) | behind) & visible
     return allowed.unsqueeze(1)
 
 
 def _at(rows: Tensor, positions: Tensor) -> Tensor:
-    """`rows` [B, K, D] at positions [B, n], or the last row (only blocks that are not whole ask for more)."""
-    positions = positions.clamp(max=rows.shape[1] - 1)
-    return rows.gather(1, positions.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+    """`rows` [B, K, D] at positions [B or 1, n], or the last row (only blocks that are not whole ask for more)."""
+    positions = positions.clamp(max=rows.shape[1] - 1).unsqueeze(-1)
+    return rows.gather(1, positions.expand(rows.shape[0], -1, rows.shape[-1]))
 
 
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

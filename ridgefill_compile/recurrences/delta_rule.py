@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgefill_compile.recurrences import fla_kernels
-from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows
+from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows, without_autocast
 
 SMALLEST = 8  # rows of the blocks at which halving ends
 
 
 @torch.library.custom_op("ridgefill::gated_delta_rule", mutates_args=())
+@without_autocast
 def gated_delta_rule(
     query: Tensor,
     key: Tensor,

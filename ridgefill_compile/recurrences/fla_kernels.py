@@ -15,20 +15,20 @@ import importlib.metadata
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
-LEAST_VERSION = (0, 6)
-MOST_KEY_DIM = 256  # of the kernels of delta rules
+LEAST_VERSION = "0.6"
+MOST_KEY_DIM = 256  # of the delta rules' kernels; linear attention has no heads as wide
 
 
 @functools.cache
 def are_installed() -> bool:
     """Whether a version is installed that takes what it is given here."""
     try:
-        version = importlib.metadata.version("fla-core")
+        return Version(importlib.metadata.version("fla-core")) >= Version(LEAST_VERSION)
     except importlib.metadata.PackageNotFoundError:
         return False
-    return tuple(int(part) for part in version.split(".")[:2]) >= LEAST_VERSION
 
 
 def serve(key: Tensor) -> bool:

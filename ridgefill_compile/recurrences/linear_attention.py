@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgefill_compile.recurrences import fla_kernels
-from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows
+from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows, without_autocast
 
 
 @torch.library.custom_op("ridgefill::linear_attention", mutates_args=())
+@without_autocast
 def linear_attention(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ridgefill_compile.recurrences.selective_scan import linear_scan
+from ridgefill_compile.recurrences.tiles import without_autocast
 
 
 @torch.library.custom_op("ridgefill::linear_recurrence", mutates_args=())
+@without_autocast
 def linear_recurrence(x: Tensor, decay: Tensor, initial_state: Tensor | None, outputs: int) -> tuple[Tensor, Tensor]:
     """The states after the last rows, and the one after all rows.
 

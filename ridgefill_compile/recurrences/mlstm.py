@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgefill_compile.recurrences.linear_attention import states_of_tiles
-from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows
+from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows, without_autocast
 
 
 @torch.library.custom_op("ridgefill::mlstm", mutates_args=())
+@without_autocast
 def mlstm(
     query: Tensor,
     key: Tensor,

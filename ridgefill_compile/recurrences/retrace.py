@@ -1,8 +1,8 @@
 """Tracing again where a graph holds recurrences step by step that an operator computes as well.
 
-`torch.compile` loads this package when the backend is first looked up. Modelling files loaded later, and those of other
-packages, are seen when the first graph of such a model reaches the backend: their recurrences are substituted then, and
-Dynamo is asked to trace the frame anew.
+`torch.compile` loads this package when the backend is first looked up, and modelling files of transformers are seen
+then, or when they are loaded. Those of other packages are seen when the first graph of such a model reaches the
+backend: their recurrences are substituted then, and Dynamo is asked to trace the frame anew.
 """
 
 from __future__ import annotations

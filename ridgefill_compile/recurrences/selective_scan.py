@@ -20,12 +20,15 @@ import math
 import torch
 from torch import Tensor
 
+from ridgefill_compile.recurrences.tiles import without_autocast
+
 LANES = 32  # stretches side by side on a GPU
 _BUDGET = {"cpu": 2**19}  # floats per buffer: about a CPU's second-level caches; else
 _DEFAULT_BUDGET = 2**26
 
 
 @torch.library.custom_op("ridgefill::selective_scan", mutates_args=())
+@without_autocast
 def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:

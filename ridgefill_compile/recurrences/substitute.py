@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.machinery
 import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -88,6 +90,36 @@ def substitute_recurrences(
     return found
 
 
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Finds modelling files of transformers as Python does, and substitutes what they hold once they are loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if _is_modelling(fullname) else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_substitute(module: types.ModuleType) -> None:
+            load(module)
+            with contextlib.suppress(Exception):  # no reason not to load it; compiling it, it is tried again
+                substitute_recurrences([module])
+
+        setattr(spec.loader, "exec_module", load_and_substitute)  # noqa: B010 (a method, to type checkers)
+        return spec
+
+
+def substitute_when_loaded() -> None:
+    """From now on, substitute recurrences of modelling files of transformers as soon as they are loaded.
+
+    When a graph shows that one was not, it can be late: around a loop that Dynamo cannot trace it gives up on the whole
+    model, and asks for parts of it alone.
+    """
+    if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher())
+
+
 @contextlib.contextmanager
 def _small_work() -> Iterator[None]:
     """No gradients and one thread: toy tensors gain nothing from threads, and on a busy machine lose much."""
@@ -102,7 +134,11 @@ def _small_work() -> Iterator[None]:
 
 def modelling_files() -> list[str]:
     """Names of all modelling files of transformers loaded so far."""
-    return sorted(name for name in list(sys.modules) if name.startswith("transformers.models.") and "modeling_" in name)
+    return sorted(filter(_is_modelling, list(sys.modules)))
+
+
+def _is_modelling(module: str) -> bool:
+    return module.startswith("transformers.models.") and "modeling_" in module
 
 
 def files_of(kinds: Iterable[type]) -> list[str]:
@@ -141,11 +177,18 @@ def _parameters(function: types.FunctionType) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
 
 
+def _names_in(function: types.FunctionType) -> set[str]:
+    try:
+        return set(inspect.unwrap(function).__code__.co_names)
+    except (AttributeError, ValueError):
+        return set()  # it wraps an object that is no function, or itself
+
+
 def _looks_like(function: types.FunctionType, signature: Signature) -> bool:
     names = function.__code__.co_varnames
     if "args" not in names and not signature.required <= set(names):
         return False  # told without asking for the signature, which takes long for thousands of functions
-    if not signature.reads <= set(inspect.unwrap(function).__code__.co_names):
+    if signature.reads and not signature.reads <= _names_in(function):
         return False
     parameters = _parameters(function).keys()
     return signature.required <= parameters <= signature.required | signature.known | {"self"}

@@ -7,14 +7,30 @@ not depend on the tile, only its rounding does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
 TILE = 64
 _BUDGET = {"cpu": 2**20}  # floats per operand of a stretch; else
 _DEFAULT_BUDGET = 2**26
+
+
+def without_autocast(scan: Callable[P, R]) -> Callable[P, R]:
+    """The same function, computed in the dtypes that it names, wherever it is called."""
+
+    @functools.wraps(scan)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        with torch.autocast(device.type, enabled=False):
+            return scan(*args, **kwargs)
+
+    return run
 
 
 def state_only_rows(rows: int, outputs: int) -> int:

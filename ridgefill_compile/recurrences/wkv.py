@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from ridgefill_compile.recurrences.tiles import without_autocast
+
 _NOTHING = -1e38  # exponent of an empty sum
 
 
@@ -41,6 +43,7 @@ class _Sums(NamedTuple):
 
 
 @torch.library.custom_op("ridgefill::wkv", mutates_args=())
+@without_autocast
 def wkv(
     time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, initial_state: Tensor | None, outputs: int
 ) -> tuple[Tensor, Tensor]:

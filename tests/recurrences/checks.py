@@ -103,6 +103,15 @@ def check_half_precision(case: Case, allowed: float = 1e-2) -> None:
         close(state, its, 1e-5)
 
 
+def check_autocast(case: Case) -> None:
+    """What is computed in fp32 is so under autocast, too."""
+    arguments = case.draw(2, 100, True, torch.float32)
+    expected = case.run(arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = case.run(arguments)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 def check_operands_untouched(case: Case) -> None:
     """Nothing is written into operands, also not where they come as views, and no result is one of them."""
     for batch, rows in ((1, 64), (1, 1), (2, 130)):
@@ -189,6 +198,9 @@ class OperatorTests:
 
     def test_low_precision(self, case):
         check_half_precision(case)
+
+    def test_autocast_changes_nothing(self, case):
+        check_autocast(case)
 
     def test_operands_are_left_alone(self, case):
         check_operands_untouched(case)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ridgefill_compile.recurrences.block_index import FormerKeys, block_index, first_key
+from ridgefill_compile.recurrences.block_index import FormerKeys, block_index, key_order
 from ridgefill_compile.recurrences.samples import Arguments
 from ridgefill_compile.recurrences.samples import block_index as samples
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
@@ -100,19 +100,23 @@ class _Room(FormerKeys):
     former=st.sampled_from([0, 10]),
     unused=st.sampled_from([0, 7]),
     ratio=st.integers(1, 5),
+    hidden=st.sets(st.integers(0, 29)),
     seed=st.integers(0, 9),
 )
-def test_as_row_after_row(padding, rows, former, unused, ratio, seed):
+def test_as_row_after_row(padding, rows, former, unused, ratio, hidden, seed):
+    """Behind padding, with keys in between that no row sees, as padding of a second turn is."""
     total = former + rows
     given = draw([min(p, total - 1) for p in padding], rows, former, unused, ratio, seed)
+    given["attention_mask"][0, ..., [key for key in hidden if key < total]] = False
     assert torch.equal(block_index(given), chosen(given))
 
 
 class TestMask:
-    def test_first_keys(self):
-        mask = causal([3, 0, 8], 6, former=4, unused=2)[:, 0]
-        assert first_key(mask).tolist() == [3, 0, 8]
-        assert first_key(torch.zeros(2, 3, 5, dtype=torch.bool)).tolist() == [0, 0]
+    def test_order(self):
+        mask = causal([3, 0], 4, former=2, unused=1)[:, 0].clone()
+        mask[1, :, 2] = False  # padding of a second turn
+        assert key_order(mask).tolist() == [[3, 4, 5, 0, 1, 2, 6], [0, 1, 5, 2, 3, 4, 6]]
+        assert key_order(torch.zeros(1, 3, 4, dtype=torch.bool)).tolist() == [[0, 1, 2, 3]]
 
     @pytest.mark.parametrize("kind", ["window", "packed", "hole", "two beginnings"])
     def test_others_are_refused(self, kind: str):
@@ -127,7 +131,7 @@ class TestMask:
         else:
             mask[1, 4, 0] = False
         with pytest.raises(RuntimeError, match="this mask is another"):
-            first_key(mask)
+            key_order(mask)
 
 
 @pytest.fixture(name="modelling_file")

@@ -149,7 +149,7 @@ def test_a_cpu_runs_plain_torch():
     assert not fla_kernels.serve(torch.zeros(1, 2, 1, 4))
 
 
-@pytest.mark.parametrize(("version", "usable"), [("0.5.2", False), ("0.6.0", True), ("1.0", True)])
+@pytest.mark.parametrize(("version", "usable"), [("0.5.2", False), ("0.6rc1", False), ("0.6.0", True), ("1.0b2", True)])
 def test_versions(monkeypatch, version, usable):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     fla_kernels.are_installed.cache_clear()

@@ -1,4 +1,4 @@
-"""A model whose file is loaded after the backend was looked up is traced again, with its recurrences as operators."""
+"""A model whose file is loaded after the backend was looked up is traced with its recurrences as operators."""
 
 from __future__ import annotations
 
@@ -6,31 +6,48 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 LATE = """
+    import sys
     import torch
 
     torch.compile(torch.nn.Linear(2, 2), backend="ridgefill")  # looks the backend up
     torch._dynamo.reset()
 
-    from tests.decoders import RECURRENT, token_ids
+    from transformers import AutoModelForCausalLM
     from ridgefill_compile.recurrences.substitute import known_substitutions
     from ridgefill_compile.report import report
+    from ridgefill_compile.zoo.shrink import tiny_config
 
+    kind, is_watched = sys.argv[1], sys.argv[2] == "watched"
+    if not is_watched:  # as files of other packages are not
+        sys.meta_path[:] = [each for each in sys.meta_path if type(each).__name__ != "_Watcher"]
     assert not any(each.operator for each in known_substitutions())
-    model = RECURRENT["qwen3_next"].build()
+    model = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    assert any(each.operator for each in known_substitutions()) == is_watched
     options = {"route": "identity", "split": 2, "tail": 8, "min_fill": 8, "inner": "eager", "strict": True}
     model.compile(backend="ridgefill", options=options)
-    for ids in (token_ids(40), token_ids(1)):
+    for rows in (40, 1):
         with torch.no_grad():
-            model(ids, use_cache=True, logits_to_keep=2)
+            model(torch.randint(0, 99, (1, rows)), use_cache=True, logits_to_keep=2)
     assert any(each.operator for each in known_substitutions())
     assert [graph.filled for graph in report(model).graphs] == [True, False], report(model)
     print("filled")
 """
 
 
-def test_of_a_model_loaded_later() -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("qwen3_next", "unwatched"),
+        ("qwen3_next", "watched"),
+        ("qwen4_exp_text", "watched"),  # whose graphs begin in the middle of the model, if it is traced as it is
+    ],
+)
+def test_of_a_model_loaded_later(kind: str, how: str) -> None:
     """In a process of its own: what is substituted once stays so."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(LATE)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", textwrap.dedent(LATE), kind, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "filled"

@@ -293,6 +293,19 @@ def test_a_method_is_tried_on_its_own_class():
     assert "fails on a sample: TypeError" in refused.reason
 
 
+def test_a_function_that_wraps_no_function_is_passed_over():
+    source = """
+import functools
+
+class Kernel:
+    def __call__(self, *args): return args
+
+@functools.wraps(Kernel())
+def run(*args, **kwargs): return Kernel()(*args, **kwargs)
+"""
+    assert substitute_recurrences([planted(source)]) == []
+
+
 def test_other_arithmetic_is_refused():
     (refused,) = substitute_recurrences([planted(HALF_BETA)])
     assert refused.operator is None
