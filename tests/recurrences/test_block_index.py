@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -136,8 +139,10 @@ class TestMask:
 
 @pytest.fixture(name="modelling_file")
 def _modelling_file() -> types.ModuleType:
-    """Of versions of transformers that have such a model."""
-    return cast(types.ModuleType, pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp"))
+    """Of versions of transformers whose index says which keys a row may see; earlier ones return a bias."""
+    if Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("the index of this version of transformers returns a bias")
+    return importlib.import_module("transformers.models.qwen4_exp.modeling_qwen4_exp")
 
 
 @pytest.fixture(name="model")

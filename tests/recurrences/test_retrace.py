@@ -7,6 +7,10 @@ import sys
 import textwrap
 
 import pytest
+import transformers
+from packaging.version import Version
+
+is_old = Version(transformers.__version__) < Version("5.24")
 
 LATE = """
     import sys
@@ -42,7 +46,8 @@ LATE = """
     [
         ("qwen3_next", "unwatched"),
         ("qwen3_next", "watched"),
-        ("qwen4_exp_text", "watched"),  # whose graphs begin in the middle of the model, if it is traced as it is
+        # Whose graphs begin in the middle of the model, if it is traced as it is; earlier versions have another index.
+        pytest.param("qwen4_exp_text", "watched", marks=pytest.mark.skipif(is_old, reason="another index")),
     ],
 )
 def test_of_a_model_loaded_later(kind: str, how: str) -> None:

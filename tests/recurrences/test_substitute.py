@@ -25,6 +25,7 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 from ridgefill_compile.capture import capture
 from ridgefill_compile.recurrences import RECURRENCES
 from ridgefill_compile.recurrences.substitute import Substitution, substitute_recurrences
+from tests.decoders import cache_of
 from tests.recurrences.checks import close
 
 
@@ -133,9 +134,10 @@ def check_same_states(actual, expected) -> None:
     def states(result) -> list[torch.Tensor]:
         if "state" in result:
             return list(result.state)
-        if isinstance(result.cache, xLSTMCache):
-            return torch.utils._pytree.tree_leaves(result.cache.rnn_state)
-        held = [value for layer in result.cache.layers for value in vars(layer).values()]
+        cache = result["cache_params"] if "cache_params" in result else cache_of(result)
+        if isinstance(cache, xLSTMCache):
+            return torch.utils._pytree.tree_leaves(cache.rnn_state)
+        held = [value for layer in cache.layers for value in vars(layer).values()]
         return [x for x in torch.utils._pytree.tree_leaves(held) if isinstance(x, torch.Tensor)]
 
     mine, theirs = states(actual), states(expected)
@@ -154,8 +156,8 @@ def test_a_continued_prompt_starts_from_its_state():
     ids = torch.randint(0, 64, (1, 150))
     with torch.no_grad():
         expected = model(ids).logits
-        cache = compiled(ids[:, :70], use_cache=True).cache
-        actual = compiled(ids[:, 70:], cache=cache, use_cache=True).logits
+        cache = cache_of(compiled(ids[:, :70], use_cache=True))
+        actual = compiled(ids[:, 70:], past_key_values=cache, use_cache=True).logits
     assert captured.operators() == ["gated_delta_rule.default"]
     close(actual, expected[:, 70:])
 
