@@ -203,8 +203,12 @@ def inspect_(
     model: Annotated[
         str, typer.Argument(help="Folder, config.json or name of a model, or 'demo'. No weights are read.")
     ],
-    rows: Annotated[int, typer.Option(help="Prompt rows.")] = 4096,
-    tail: Annotated[int, typer.Option(help="Last rows that run every layer.")] = 512,
+    rows: Annotated[
+        int | None, typer.Option(help="Prompt rows. Default: 4096, or as many as the model has positions for.")
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option(help="Last rows that run every layer. Default: 512, or half of fewer rows.")
+    ] = None,
     split: Annotated[int | None, typer.Option(help="First late layer. Default: half of the layers.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw one late layer into this file.")] = None,
     check: Annotated[
@@ -220,9 +224,11 @@ def inspect_(
     from ridgefill_compile.evaluate.tables import inspection_tables
     from ridgefill_compile.evaluate.trained import model_without_weights
     from ridgefill_compile.inspection import inspect_model
-    from ridgefill_compile.layer_picture import draw_late_layer
+    from ridgefill_compile.layer_picture import check_picture, draw_late_layer
     from ridgefill_compile.zoo.tables import verdict_lines
 
+    if picture is not None:
+        check_picture(picture)
     with progress("tracing", 1) as step:
         whole = model_without_weights(model)
         found = inspect_model(whole, rows=rows, tail=tail, split=split)
@@ -267,6 +273,7 @@ def zoo(
     types: Annotated[list[str] | None, typer.Argument(help="Model types of transformers. Default: all.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="No padded batch and no continued cache.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
     limit: Annotated[float, typer.Option(help="Seconds that one type may take.")] = 600.0,
     resume: Annotated[Path | None, typer.Option(help="JSON lines to go on from, and to add to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, as each is known.")] = False,
@@ -282,13 +289,15 @@ def zoo(
 
     kinds = types or model_types()
     try:
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise OptionError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
         for kind in kinds:
             require_decoder(kind)
     except RidgefillError as error:
         fail(error)
     verdicts = []
     with progress("checking decoders", len(kinds)) as step:
-        for verdict in check_types(kinds, jobs=jobs, quick=quick, seconds=limit, resume=resume):
+        for verdict in check_types(kinds, jobs=jobs, quick=quick, dtype=dtype, seconds=limit, resume=resume):
             verdicts.append(verdict)
             if as_json:
                 typer.echo(json.dumps(verdict.to_dict()))

@@ -57,6 +57,9 @@ class ValueFacts:
     reads: list[str]
 
 
+ROWS, TAIL = 4096, 512  # of the prompt that is traced, if nothing else is said
+
+
 @dataclass
 class Inspection:
     """Result of `inspect_model`; `reason` says why the model would not be filled, or is empty."""
@@ -81,19 +84,31 @@ class Inspection:
         return asdict(self)
 
 
-def inspect_model(model: nn.Module, *, rows: int = 4096, tail: int = 512, split: int | None = None) -> Inspection:
+def rows_to_inspect(model: nn.Module) -> int:
+    """4,096 rows, or as many as the model has positions for, if its configuration says how many."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    return min(ROWS, positions) if isinstance(positions, int) and positions > 1 else ROWS
+
+
+def inspect_model(
+    model: nn.Module, *, rows: int | None = None, tail: int | None = None, split: int | None = None
+) -> Inspection:
     """Trace a model's prefill of `rows` rows and analyse it, without running it.
 
     Args:
         model: a causal decoder, on any device; the meta device will do.
-        rows: prompt rows.
-        tail: exact tail rows, fewer than `rows`.
+        rows: prompt rows; `rows_to_inspect` if not given.
+        tail: exact tail rows, fewer than `rows`; 512, or half of the rows if these are fewer, if not given.
         split: first late layer; half of the layers if not given.
 
     Raises:
         OptionError: rows, tail or split out of range.
         RidgefillError: no prefill graph could be traced.
     """
+    rows = rows_to_inspect(model) if rows is None else rows
+    tail = min(TAIL, rows // 2) if tail is None else tail
     if not 1 <= tail < rows:
         raise OptionError(f"the tail must be at least 1 row and shorter than the prompt: tail {tail}, rows {rows}")
     found: list[Inspection] = []
@@ -110,7 +125,16 @@ def inspect_model(model: nn.Module, *, rows: int = 4096, tail: int = 512, split:
             context.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             model.to_empty(device="cpu")
             device = torch.device("cpu")
-        compiled(torch.ones(1, rows, dtype=torch.int64, device=device), use_cache=True, logits_to_keep=1)
+        try:
+            compiled(torch.ones(1, rows, dtype=torch.int64, device=device), use_cache=True, logits_to_keep=1)
+        except (_Seen, RidgefillError):
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise RidgefillError(
+                f"a prompt of {rows} rows cannot be traced: {type(error).__name__}: {first} | is it a causal decoder "
+                "that takes as many rows?"
+            ) from error
     if not found:
         raise RidgefillError("the model was not traced: torch.compile is switched off, or its forward breaks at once")
     if isinstance(found[0], OptionError):

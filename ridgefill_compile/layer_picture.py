@@ -6,10 +6,28 @@ from pathlib import Path
 
 import networkx as nx
 
+from ridgefill_compile.errors import OptionError
 from ridgefill_compile.inspection import Inspection, ValueFacts
 
 COLOURS = {"all": "#c8553d", "tail": "#2f6f9f", "none": "#b8b8b8"}
 WORK = ("linear", "attention", "addmm", ".mm", "bmm", "matmul", "conv")  # ops that are drawn large, with their module
+
+
+def check_picture(path: Path) -> None:
+    """Look whether a picture can be written, before it takes time to make it.
+
+    Raises:
+        OptionError: no such folder, or no format of that name.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise OptionError(
+            f"a picture's name must end in one of {', '.join('.' + name for name in sorted(formats))}: {path}"
+        )
+    if not path.parent.is_dir():
+        raise OptionError(f"there is no folder {path.parent} to write a picture into")
 
 
 def draw_late_layer(inspection: Inspection, path: str | Path) -> Path:
@@ -49,7 +67,7 @@ def draw_late_layer(inspection: Inspection, path: str | Path) -> Path:
         x, y = place[value.name]
         large = any(word in value.op for word in WORK)
         axes.scatter([x], [y], s=130 if large else 22, color=COLOURS[_colour(value)], zorder=3)
-        label = value.module.rsplit(".", 1)[-1] if "linear" in value.op else value.op.split(".")[1]
+        label = value.module.rsplit(".", 1)[-1] if "linear" in value.op else _short(value.op)
         axes.annotate(label, (x, y), (6, 3), textcoords="offset points", fontsize=9 if large else 6, zorder=4)
     handles = [
         Line2D([], [], marker="o", linestyle="", color=COLOURS["all"], label=f"all {inspection.rows} rows"),
@@ -90,3 +108,9 @@ def _places(flow: nx.DiGraph[str]) -> dict[str, tuple[float, float]]:
         for _, name in wished:
             place[name] = (place[name][0] - shift, place[name][1])
     return place
+
+
+def _short(op: str) -> str:
+    """`add` of `aten.add.Tensor`; other functions whole."""
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else op

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ridgefill_compile.errors import OptionError, RidgefillError
 from ridgefill_compile.inspection import Inspection, ValueFacts, inspect_model
+from ridgefill_compile.layer_picture import check_picture, draw_late_layer
 from ridgefill_compile.report import report
 from tests.decoders import FILLED, RECURRENT, REFUSED, token_ids
 from tests.toys import compiled, pretrained, random_maps
@@ -137,6 +139,28 @@ def test_a_model_that_would_not_be_filled_says_why() -> None:
 def test_settings_out_of_range(settings: dict[str, int], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         inspect_model(pretrained(), **{"rows": ROWS, "tail": TAIL, **settings})
+
+
+def test_as_many_rows_as_there_are_positions() -> None:
+    positions = 200
+    model = FILLED["gpt2"].build(num_hidden_layers=2, max_position_embeddings=positions)
+    found = inspect_model(model)
+    assert (found.rows, found.tail, found.reason) == (positions, positions // 2, "")
+    with pytest.raises(RidgefillError, match=f"a prompt of {positions + 1} rows cannot be traced: "):
+        inspect_model(model, rows=positions + 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "llama"])
+def test_a_picture_of_a_late_layer(tmp_path: Path, name: str) -> None:
+    """Experts and recurrences hold functions that are no operators of torch's own."""
+    found = inspect_model({**FILLED, **RECURRENT}[name].build(), rows=ROWS, tail=TAIL, split=SPLIT)
+    assert draw_late_layer(found, tmp_path / "layer.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("name", "says"), [("a.foo", "must end in one of .*.png"), ("none/a.png", "no folder none")])
+def test_pictures_that_cannot_be_written(name: str, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        check_picture(Path(name))
 
 
 def test_a_model_that_is_not_traced() -> None:

@@ -109,10 +109,13 @@ def model_without_weights(name: str) -> Any:
         file = gguf_file()
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     else:
+        if name.endswith(".json") and not Path(name).is_file():
+            raise RidgefillError(f"there is no file {name}")
+        here = "" if Path(name).exists() else f"there is no folder or file of that name in {Path.cwd()}, and "
         try:
             config = AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise RidgefillError(f"no configuration of a model at {name!r}: {error}") from error
+            raise RidgefillError(f"no configuration of a model at {name!r}: {here}{error}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     try:

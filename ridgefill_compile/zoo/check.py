@@ -67,6 +67,8 @@ class Verdict:
         reason: why it is not filled, or what failed.
         calls: outcome of each kind of call: "ok", "ok, but ..", "skipped: ..", "refused: .." or "failed: ..".
         notes: what to know beside.
+        quick: whether only prompts of one length and of changing lengths were checked.
+        dtype: of the weights.
         seconds: that all this took.
     """
 
@@ -83,6 +85,8 @@ class Verdict:
     reason: str = ""
     calls: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    quick: bool = False
+    dtype: str = "float32"
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def check_model(
         split: first late layer.
         tail: exact tail rows, fewer than 47.
     """
-    verdict = Verdict(name or type(model).__name__)
+    verdict = Verdict(name or type(model).__name__, quick=quick, dtype=_dtype_of(model))
     started = time.perf_counter()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -210,6 +214,10 @@ def check_model(
             torch._dynamo.reset()
     verdict.seconds = round(time.perf_counter() - started, 2)
     return verdict
+
+
+def _dtype_of(model: nn.Module) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 def _check(verdict: Verdict, model: nn.Module, quick: bool, split: int, tail: int) -> None:

@@ -11,7 +11,7 @@ from ridgefill_compile.zoo.check import Verdict
 from ridgefill_compile.zoo.pool import check_types
 
 
-def pretend(kind: str, quick: bool) -> Verdict:
+def pretend(kind: str, quick: bool, dtype: str) -> Verdict:
     """A check that does what its type is called."""
     if kind == "crash":
         os._exit(9)
@@ -39,8 +39,21 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert {json.loads(line)["type"] for line in kept.read_text().splitlines()} == {"good", "better"}
     with kept.open("a") as file:
         file.write('{"type": "hang", "bui')  # cut off
-    again = list(check_types(["good", "best"], resume=kept, check=pretend))
+    again = list(check_types(["good", "best"], quick=True, resume=kept, check=pretend))
     assert [v.type for v in again] == ["good", "best"]
     assert again[0] == next(v for v in first if v.type == "good")
-    assert [v.notes for v in again] == [["quick"], []]
-    assert [v.type for v in check_types(["best", "good"], resume=kept, check=pretend)] == ["best", "good"]
+    assert [v.type for v in check_types(["best", "good"], quick=True, resume=kept, check=pretend)] == ["best", "good"]
+
+
+def test_what_was_checked_otherwise_is_checked_again(tmp_path: Path) -> None:
+    """Less thoroughly, or in another dtype."""
+    kept = tmp_path / "zoo.jsonl"
+    for how in ({"quick": True}, {}, {"quick": True}, {"dtype": "bfloat16"}, {"quick": True, "dtype": "bfloat16"}):
+        (found,) = check_types(["good"], resume=kept, check=pretend, **how)
+        assert found.sound
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [(line["quick"], line["dtype"]) for line in lines] == [
+        (True, "float32"),
+        (False, "float32"),
+        (False, "bfloat16"),
+    ]

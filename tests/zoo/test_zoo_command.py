@@ -41,11 +41,21 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_one_object_a_line(given: list[Any], tmp_path: Path) -> None:
     kept = tmp_path / "zoo.jsonl"
     arguments = ["zoo", "llama", "mamba", "--json", "--jobs", "3", "--quick", "--resume", str(kept), "--limit", "9"]
+    arguments += ["--dtype", "bfloat16"]
     found = RUN.invoke(cli.app, arguments)
     assert found.exit_code == 0
     lines = [json.loads(line) for line in found.stdout.splitlines()]
     assert [Verdict(**line) for line in lines] == [VERDICTS["whole"]] * 2
-    assert given == [(["llama", "mamba"], {"jobs": 3, "quick": True, "seconds": 9.0, "resume": kept})]
+    assert given == [
+        (["llama", "mamba"], {"jobs": 3, "quick": True, "dtype": "bfloat16", "seconds": 9.0, "resume": kept})
+    ]
+
+
+def test_no_such_dtype(given: list[Any]) -> None:
+    found = RUN.invoke(cli.app, ["zoo", "llama", "--dtype", "float8"])
+    assert found.exit_code == 1
+    assert "dtype must be float32, bfloat16 or float16, not 'float8'" in found.stderr
+    assert given == []
 
 
 def test_a_table_and_a_line_of_counts(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
