@@ -199,7 +199,7 @@ class _Parts:
 
     @property
     def tells_padding(self) -> bool:
-        """Whether some of its rows may not see the one before."""
+        """Whether it says which keys its rows see."""
         return "mask" in self.nodes or "weights_of" in self.nodes
 
     @property

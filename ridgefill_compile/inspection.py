@@ -130,10 +130,10 @@ def inspect_model(
         except (_Seen, RidgefillError):
             raise
         except Exception as error:  # a model's own code may raise anything
-            first = (str(error).strip().splitlines() or [""])[0]
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise RidgefillError(
-                f"a prompt of {rows} rows cannot be traced: {type(error).__name__}: {first} | is it a causal decoder "
-                "that takes as many rows?"
+                f"a prompt of {rows} rows cannot be traced: {type(error).__name__}: {' '.join(lines[:2])} | is it a "
+                "causal decoder that takes as many rows?"
             ) from error
     if not found:
         raise RidgefillError("the model was not traced: torch.compile is switched off, or its forward breaks at once")

@@ -16,6 +16,7 @@ from ridgefill_compile.errors import OptionError, RidgefillError
 from ridgefill_compile.inspection import Inspection, ValueFacts, inspect_model
 from ridgefill_compile.layer_picture import check_picture, draw_late_layer
 from ridgefill_compile.report import report
+from ridgefill_compile.zoo.shrink import tiny_config, tiny_model
 from tests.decoders import FILLED, RECURRENT, REFUSED, token_ids
 from tests.toys import compiled, pretrained, random_maps
 
@@ -146,8 +147,13 @@ def test_as_many_rows_as_there_are_positions() -> None:
     model = FILLED["gpt2"].build(num_hidden_layers=2, max_position_embeddings=positions)
     found = inspect_model(model)
     assert (found.rows, found.tail, found.reason) == (positions, positions // 2, "")
-    with pytest.raises(RidgefillError, match=f"a prompt of {positions + 1} rows cannot be traced: "):
-        inspect_model(model, rows=positions + 1)
+
+
+def test_more_rows_than_a_model_takes() -> None:
+    model = tiny_model(tiny_config("bert"))
+    rows = model.config.max_position_embeddings + 1
+    with pytest.raises(RidgefillError, match=f"a prompt of {rows} rows cannot be traced: .*dimension"):
+        inspect_model(model, rows=rows)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "llama"])

@@ -55,7 +55,9 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", pytest.param("qwen3_moe", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("qwen3_next", "qwen3_moe"))]
+)
 def test_pieces_fill_what_the_whole_prompt_fills(name: str) -> None:
     """Logits and every state are those of one prefill, to rounding, for every way to cut the prompt."""
     model = {**FILLED, **RECURRENT}[name].build()

@@ -75,10 +75,15 @@ class Attention(nn.Module):
         self.sizes = [queries] if shares else [queries, *self.state_sizes()]
         fused = [sum(self.sizes)] if config.fused else self.sizes
         self.inputs = nn.ModuleList(nn.Linear(config.width, size, bias=config.bias) for size in fused)
-        self.output = nn.Linear(queries, config.width, bias=config.bias)
+        self.output = nn.Linear(config.heads * self.value_dim, config.width, bias=config.bias)
         if config.qk_norm:
             self.query_norm = NORMS[config.norm](config.head_dim)
         self.add_parts(shares)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.config.head_dim
 
     def state_sizes(self) -> list[int]:
         """Widths of what is projected for the states, for one row."""
@@ -140,7 +145,7 @@ class Attention(nn.Module):
         return state.transpose(1, 2) if self.config.rows_first else state
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
-        """Attention of [batch, heads, rows, head_dim] queries over [batch, kv_heads, keys, head_dim]."""
+        """Attention of [batch, heads, rows, head_dim] queries over [batch, kv_heads, keys, head_dim] and values."""
         config = self.config
         if config.attention != "grouped":
             key, value = (repeat(state, config.heads // state.shape[1]) for state in (key, value))
@@ -164,13 +169,19 @@ class Attention(nn.Module):
 class LatentAttention(Attention):
     """Attention that keeps a narrow latent [batch, rows, latent], and one rotated key part [batch, 1, rows, turned].
 
-    Keys and values unfold from the latent; each head's key ends with the rotated part.
+    Keys and values unfold from the latent; each head's key ends with the rotated part, by which it is wider than its
+    value.
     """
 
     @property
     def turned(self) -> int:
         """Entries of a head that rotate: the last half."""
         return self.config.head_dim // 2
+
+    @property
+    def value_dim(self) -> int:
+        """See `Attention`."""
+        return self.config.head_dim - self.turned
 
     def state_sizes(self) -> list[int]:
         """See `Attention`."""
@@ -183,7 +194,7 @@ class LatentAttention(Attention):
         assert config.latent is not None
         if not shares:
             self.latent_norm = NORMS[config.norm](config.latent)
-        unfolded = config.heads * (config.head_dim - self.turned + config.head_dim)
+        unfolded = config.heads * 2 * self.value_dim
         self.unfolding = nn.Linear(config.latent, unfolded, bias=config.bias)
 
     def turn(self, part: Tensor, positions: Tensor) -> Tensor:
@@ -210,7 +221,7 @@ class LatentAttention(Attention):
         turned = self.heads_first(states[1])
         turned = self.turn(turned, sight.key_positions) if config.unrotated else turned
         unfolded = self.unfolding(states[0]).unflatten(-1, (config.heads, -1)).transpose(1, 2)
-        plain, value = unfolded.split([config.head_dim - self.turned, config.head_dim], dim=-1)
+        plain, value = unfolded.chunk(2, dim=-1)
         return torch.cat([plain, turned.expand(-1, config.heads, -1, -1)], dim=-1), value
 
 
