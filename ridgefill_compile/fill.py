@@ -122,6 +122,11 @@ def of_chunk(fill: Fill, chunk: str, options: Options) -> Fill:
             "a prompt in pieces cannot have rows selected or states spliced: its last rows are not there yet",
             hint="run the prompt at once, or without the options 'rows' and 'splice'",
         )
+    if fill.route == "oracle":
+        raise CannotFill(
+            "a prompt in pieces cannot be filled with true layer inputs: a chunk before the tail has none",
+            hint="run the prompt at once, or by another route",
+        )
     if chunk not in CORRECTED:
         fill = replace(fill, correction=Correction())
     if chunk not in CORRECTED or chunk == LENGTHS:

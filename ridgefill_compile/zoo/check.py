@@ -68,7 +68,7 @@ class Verdict:
         calls: outcome of each kind of call: "ok", "ok, but ..", "skipped: ..", "refused: .." or "failed: ..".
         notes: what to know beside.
         quick: whether only prompts of one length and of changing lengths were checked.
-        dtype: of the weights.
+        dtype: of the weights; "none" if there are none.
         seconds: that all this took.
     """
 
@@ -217,7 +217,8 @@ def check_model(
 
 
 def _dtype_of(model: nn.Module) -> str:
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
+    parameter = next(model.parameters(), None)
+    return "none" if parameter is None else str(parameter.dtype).removeprefix("torch.")
 
 
 def _check(verdict: Verdict, model: nn.Module, quick: bool, split: int, tail: int) -> None:

@@ -318,8 +318,8 @@ class TestPieces:
         "cuts",
         [
             (TILE, TILE + TAIL + 6),
-            (100, TILE + TAIL - 30),
-            (2 * TILE, TAIL + 6),  # the prefix's last tile ends with the first chunk
+            pytest.param((100, TILE + TAIL - 30), marks=pytest.mark.heavy),
+            pytest.param((2 * TILE, TAIL + 6), marks=pytest.mark.heavy),  # the last tile ends with the first chunk
             (2 * TILE + 10, TAIL - 4),  # the tail begins in the first chunk
             (TILE + 7, TILE - 7, TAIL + 6),
         ],

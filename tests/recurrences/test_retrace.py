@@ -45,7 +45,7 @@ LATE = """
     ("kind", "how"),
     [
         ("qwen3_next", "unwatched"),
-        ("qwen3_next", "watched"),
+        pytest.param("qwen3_next", "watched", marks=pytest.mark.heavy),
         # Whose graphs begin in the middle of the model, if it is traced as it is; earlier versions have another index.
         pytest.param("qwen4_exp_text", "watched", marks=pytest.mark.skipif(is_old, reason="another index")),
     ],
