@@ -21,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgefill_compile.recurrences import fla_kernels
-from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows, without_autocast
+from ridgefill_compile.recurrences.tiles import (
+    behind_zeros,
+    in_rows,
+    in_tiles,
+    put,
+    spans,
+    state_only_rows,
+    without_autocast,
+)
 
 SMALLEST = 8  # rows of the blocks at which halving ends
 
@@ -64,7 +72,7 @@ def gated_delta_rule(
         state = initial_state.to(torch.float32, copy=True).reshape(state.shape)
     silent = state_only_rows(rows, wanted)
     lead = rows - silent - wanted  # rows of the first tile with outputs that are not asked for
-    query = F.pad(query, (0, 0, 0, 0, lead, 0)) if lead > 0 else query
+    query = behind_zeros(query, lead)
     for begin, end in ((0, silent), (silent, rows)):
         for first, last, tile in spans(begin, end, batch * heads * max(key_dim, value_dim), key.device):
             part = slice(first, last)

@@ -14,9 +14,10 @@ import importlib
 import importlib.metadata
 
 import torch
-import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
+
+from ridgefill_compile.recurrences.tiles import behind_zeros
 
 LEAST_VERSION = "0.6"
 MOST_KEY_DIM = 256  # of the delta rules' kernels; linear attention has no heads as wide
@@ -53,7 +54,7 @@ def gated_delta_rule(
         kernel = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     wanted = query.shape[1]
     outputs, state = kernel(
-        _with_all_rows(query, key).to(value.dtype),
+        behind_zeros(query, key.shape[1] - wanted).to(value.dtype),
         key.to(value.dtype),
         value,
         g=g,
@@ -72,7 +73,8 @@ def linear_attention(
     """See the operator `ridgefill::linear_attention`."""
     kernel = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     wanted, shared = query.shape[1], value.shape[2] // key.shape[2]
-    query, key = (heads.to(value.dtype).repeat_interleave(shared, 2) for heads in (_with_all_rows(query, key), key))
+    query = behind_zeros(query, key.shape[1] - wanted)
+    query, key = (heads.to(value.dtype).repeat_interleave(shared, 2) for heads in (query, key))
     outputs, state = kernel(
         query,
         key,
@@ -83,11 +85,6 @@ def linear_attention(
         output_final_state=True,
     )
     return _last(outputs, wanted, value.dtype), state.float()
-
-
-def _with_all_rows(query: Tensor, key: Tensor) -> Tensor:
-    lead = key.shape[1] - query.shape[1]
-    return F.pad(query, (0, 0, 0, 0, lead, 0)) if lead > 0 else query
 
 
 def _last(outputs: Tensor, wanted: int, dtype: torch.dtype) -> Tensor:

@@ -16,11 +16,18 @@ its heads side by side. Every exponent is at most 0. Rows without output need ne
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ridgefill_compile.recurrences import fla_kernels
-from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows, without_autocast
+from ridgefill_compile.recurrences.tiles import (
+    behind_zeros,
+    in_rows,
+    in_tiles,
+    put,
+    spans,
+    state_only_rows,
+    without_autocast,
+)
 
 
 @torch.library.custom_op("ridgefill::linear_attention", mutates_args=())
@@ -51,7 +58,7 @@ def linear_attention(
         state = state + initial_state.reshape(-1, shared, key_dim, value_dim).transpose(1, 2)
     silent = state_only_rows(rows, wanted)
     lead = rows - silent - wanted  # rows of the first tile with outputs that are not asked for
-    query = F.pad(query, (0, 0, 0, 0, lead, 0)) if lead > 0 else query
+    query = behind_zeros(query, lead)
     value, g = value.unflatten(2, (groups, shared)), g.unflatten(2, (groups, shared))
     for begin, end in ((0, silent), (silent, rows)):
         for first, last, tile in spans(begin, end, batch * heads * max(value_dim, key_dim // shared), key.device):

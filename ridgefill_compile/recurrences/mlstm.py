@@ -24,7 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgefill_compile.recurrences.linear_attention import states_of_tiles
-from ridgefill_compile.recurrences.tiles import in_rows, in_tiles, put, spans, state_only_rows, without_autocast
+from ridgefill_compile.recurrences.tiles import (
+    behind_zeros,
+    in_rows,
+    in_tiles,
+    put,
+    spans,
+    state_only_rows,
+    without_autocast,
+)
 
 
 @torch.library.custom_op("ridgefill::mlstm", mutates_args=())
@@ -72,7 +80,7 @@ def mlstm(
         reached = reached + level.reshape(-1)
     silent = state_only_rows(rows, wanted)
     lead = rows - silent - wanted  # rows of the first tile with outputs that are not asked for
-    query = F.pad(query, (0, 0, 0, 0, lead, 0)) if lead > 0 else query
+    query = behind_zeros(query, lead)
     for begin, end in ((0, silent), (silent, rows)):
         for first, last, tile in spans(begin, end, batch * heads * max(key_dim, value_dim), key.device):
             keys, values, gains, forgets = (in_tiles(x[:, first:last], tile) for x in (key, value, igate, fgate))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 P = ParamSpec("P")
@@ -36,6 +37,11 @@ def without_autocast(scan: Callable[P, R]) -> Callable[P, R]:
 def state_only_rows(rows: int, outputs: int) -> int:
     """First rows that only the state needs, whole tiles of them, if the last `outputs` of `rows` are to be put out."""
     return rows if outputs == 0 else (rows - outputs) // TILE * TILE
+
+
+def behind_zeros(query: Tensor, rows: int) -> Tensor:
+    """Queries `[B, T, H, K]` behind so many rows of zeros (none if negative), whose outputs nobody asks for."""
+    return F.pad(query, (0, 0, 0, 0, rows, 0)) if rows > 0 else query
 
 
 def spans(start: int, stop: int, floats_per_row: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
