@@ -131,6 +131,15 @@ def _operands(node: Node, demand: Demand, demands: Demands) -> Iterator[tuple[No
         yield operand, EVERYTHING
 
 
+def needed_of(operand: Node, node: Node, demand: Demand) -> Demand:
+    """What a node, of which `demand` is wanted, needs of one of its operands."""
+    needed: Demand = NOTHING
+    if demand is not NOTHING:
+        for each, rows in _operands(node, demand, Demands()):
+            needed = join(needed, rows) if each is operand else needed
+    return needed
+
+
 def _needs(call: Call) -> Iterator[tuple[Node, Demand]]:
     return ((node, EVERYTHING if rows is None else rows) for node, rows in reads(call))
 

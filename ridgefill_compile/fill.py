@@ -30,6 +30,7 @@ from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.terminal_state import StateCorrection, late_scans
+from ridgefill_compile.passes.unfuse import unfuse
 from ridgefill_compile.pieces import CORRECTED, LENGTHS, WHOLE, further_inputs
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
@@ -85,6 +86,7 @@ def fill_graph(
     routed = run("route", lambda: route(captured, located, fill), before=captured)
     result = routed
     if options.eliminate:
+        routed = run("unfuse", lambda: unfuse(routed), before=routed)
         demands = run("demand", lambda: analyse(routed.graph))
         result = run("eliminate", lambda: eliminate(routed, demands), before=routed)
         blocked = blocked_nodes(routed, demands, located)
@@ -143,8 +145,9 @@ def _drop_unread_rows(captured: GraphModule, run: PassRunner, graph_report: Grap
     Raises:
         CannotFill: every row is needed.
     """
-    demands = run("demand", lambda: analyse(captured.graph))
-    result = run("eliminate", lambda: eliminate(captured, demands), before=captured)
+    unfused = run("unfuse", lambda: unfuse(captured), before=captured)
+    demands = run("demand", lambda: analyse(unfused.graph))
+    result = run("eliminate", lambda: eliminate(unfused, demands), before=unfused)
     run("cost", lambda: _count(graph_report, captured, result))
     gain = graph_report.ceiling_multiply_adds
     if gain is None or gain <= 1.0:

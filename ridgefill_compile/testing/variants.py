@@ -23,6 +23,7 @@ from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
+from ridgefill_compile.passes.unfuse import unfuse
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.plan import plan
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
@@ -140,6 +141,9 @@ class Variants:
             fill = Fill(way, self.split, self.tail, maps, self.selectors, self.first_rows, cut=self.cut)
             routed = self.routed[name] = route(captured, located, fill)
             self._verify(routed, captured, "route")
+            if eliminated:
+                routed = self.routed[name] = unfuse(before := routed)
+                self._verify(routed, before, "unfuse")
             self.narrowed[name] = eliminate(routed) if eliminated else routed
             self._verify(self.narrowed[name], routed, "eliminate")
             self.graphs[name] = expand(self.narrowed[name])
