@@ -78,14 +78,16 @@ def unfuse(module: GraphModule) -> GraphModule:
 
 
 def _apart(found: Iterable[_Fused]) -> list[_Fused]:
-    """Of these, those that share no value: writing one would change what is known of another."""
-    taken: set[Node] = set()
-    chosen = []
+    """Of these, those of which none reads another's values: writing one would change what is known of the other."""
+    chosen: list[_Fused] = []
+    made: set[Node] = set()
+    read: set[Node] = set()
     for fused in found:
-        values = {*fused.columns, *(reader for readers in fused.readers.values() for reader in readers)}
-        if taken.isdisjoint(values):
+        values, readers = set(fused.columns), {reader for each in fused.readers.values() for reader in each}
+        if made.isdisjoint(values | readers) and read.isdisjoint(values):
             chosen.append(fused)
-        taken |= values
+        made |= values
+        read |= readers
     return chosen
 
 
@@ -167,6 +169,8 @@ def _worth_it(graph: Graph, demands: Demands) -> Iterator[_Fused]:
         if width is None:
             continue
         fused = _follow(node, width)
+        if all(columns.ids.numel() == width for columns in fused.columns.values()):
+            continue  # it has no parts
         if not any(demands.on(value) not in (EVERYTHING, NOTHING) for value in fused.readers):
             continue
         whole: set[int] = set()

@@ -27,6 +27,7 @@ from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, locate
+from ridgefill_compile.passes.lower import lower
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.terminal_state import StateCorrection, late_scans
@@ -59,7 +60,7 @@ def fill_graph(
     run = PassRunner(options, graph_report.pass_seconds)
     captured = run("capture", lambda: capture(module))
     if options.route == "lossless":
-        result = _drop_unread_rows(captured, run, graph_report)
+        result = _drop_unread_rows(captured, run, graph_report, options)
         keep_input_sources(result, module)
         return result
     located = run("locate", lambda: locate(captured.graph))
@@ -95,7 +96,7 @@ def fill_graph(
     _count_layers(graph_report, located)
     if fill.selectors or fill.first_rows:
         result = run("attend", lambda: write_positions(result), before=result)
-    result = expand(result)
+    result = lowered(expand(result), run, options)
     if chunk is None and options.eliminate and options.route != "oracle" and options.splice is None:
         check_gain(graph_report, blocked)
     keep_input_sources(result, module)
@@ -138,7 +139,9 @@ def of_chunk(fill: Fill, chunk: str, options: Options) -> Fill:
     return replace(fill, tail=1, given=further_inputs(options, chunk))
 
 
-def _drop_unread_rows(captured: GraphModule, run: PassRunner, graph_report: GraphReport) -> GraphModule:
+def _drop_unread_rows(
+    captured: GraphModule, run: PassRunner, graph_report: GraphReport, options: Options
+) -> GraphModule:
     """Route "lossless": nothing is predicted. What no output needs, the last layer's queries and MLP on most rows first
     of all, is not computed.
 
@@ -155,7 +158,12 @@ def _drop_unread_rows(captured: GraphModule, run: PassRunner, graph_report: Grap
             "no rows can be dropped: every one is read",
             hint="pass logits_to_keep=k, and no labels or output_hidden_states",
         )
-    return expand(result)
+    return lowered(expand(result), run, options)
+
+
+def lowered(module: GraphModule, run: PassRunner, options: Options) -> GraphModule:
+    """The graph as its inner compiler likes it best."""
+    return run("lower", lambda: lower(module), before=module) if options.inner == "inductor" else module
 
 
 def _check(captured: GraphModule, located: Located, fill: Fill) -> None:
