@@ -52,7 +52,9 @@ def lower(module: GraphModule) -> GraphModule:
     for table in list(_tables(module)):
         with module.graph.inserting_after(table):
             once = emit(torch.ops.ridgefill.computed_once.default, table, like=table)
-        table.replace_all_uses_with(once, delete_user_cb=lambda user, own=once: user is not own)
+        for reader in list(table.users):
+            if reader is not once:
+                reader.replace_input_with(table, once)
     module.recompile()
     return module
 

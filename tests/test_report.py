@@ -53,7 +53,9 @@ def test_a_filled_graph(model: Decoder) -> None:
     assert 0 < graph.multiply_adds_filled < graph.multiply_adds_exact
     assert graph.ceiling_multiply_adds == graph.multiply_adds_exact / graph.multiply_adds_filled
     assert graph.ceiling_layer_passes == pytest.approx(1 / (1 / 3 + 2 / 3 * TAIL / LONG))
-    assert list(graph.pass_seconds) == ["capture", "locate", "check", "route", "demand", "eliminate", "cost"]
+    assert list(graph.pass_seconds) == [
+        "capture", "locate", "check", "route", "unfuse", "demand", "eliminate", "cost", "lower",
+    ]  # fmt: skip
     assert all(seconds > 0 for seconds in graph.pass_seconds.values())
 
 
