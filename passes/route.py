@@ -39,6 +39,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill
+from ridgefill_compile.host_maps import in_host_memory
 from ridgefill_compile.int8 import Codes, dequantise
 from ridgefill_compile.passes.attention_states import AttentionStates, attention_states
 from ridgefill_compile.passes.calls import TO_THE_END, arguments, aten, shape
@@ -83,7 +84,7 @@ class Fill:
     Of a chunk before the prompt's tail, `tail` is 0. Where the tail begins in it, or its first rows stay exact, `tail`
     is 1, and further inputs of the graph tell the other exact rows: `given`.
 
-    `cut`: what is predicted of a late layer.
+    `cut`: what is predicted of a late layer. `stream_maps`: maps stay in host memory, and are fetched layer by layer.
     """
 
     route: str
@@ -97,6 +98,7 @@ class Fill:
     cut: str = INPUT
     correction: Correction = field(default_factory=Correction)
     state_correction: StateCorrection | None = None
+    stream_maps: bool = False
 
 
 def route(module: GraphModule, located: Located, fill: Fill) -> GraphModule:
@@ -302,6 +304,8 @@ class _Router:
         """A cut's matrix [width, d_in], made of its codes in the graph where it is stored in eight bits."""
         assert self.fill.maps is not None
         stored, dtype = self.fill.maps.codes(cut.layer), like.meta["val"].dtype
+        if self.fill.stream_maps:
+            return self.streamed_matrix(cut, like)
         if stored is None:
             return self.of_cut(cut, self.tensor(f"matrix_{cut.layer}", self.fill.maps.matrix(cut.layer), like))
         parts = [
@@ -310,6 +314,40 @@ class _Router:
         ]
         (matrix,) = inline(self.emit, lambda codes, scales: dequantise(codes, scales, dtype), parts)
         return matrix
+
+    def streamed_matrix(self, cut: Cut, like: Node) -> Node:
+        """The same, fetched from host memory when the layer's exact rows are there, and the next one's set out for."""
+        value, place = like.meta["val"], self.cuts.index(cut)
+        behind = self.cuts[place + 1] if place + 1 < len(self.cuts) else cut
+        last = self.rows(like if self.fill.tail > 0 else self.split_state, -1, TO_THE_END)
+        parts = []
+        for kind, stored in self.stored(cut).items():
+            ahead = self.stored(behind).get(kind, stored)
+            mine = self.host_tensor(f"{kind}_{cut.layer}_{cut.start}", stored, value.device)
+            after = self.host_tensor(f"{kind}_{behind.layer}_{behind.start}", ahead, value.device)
+            parts.append(self.emit(torch.ops.ridgefill.from_host.default, mine, after, last, like=like))
+        if len(parts) == 1:
+            return self.emit(aten.to.dtype, parts[0], value.dtype, like=like)
+        (matrix,) = inline(self.emit, lambda codes, scales: dequantise(codes, scales, value.dtype), parts)
+        return matrix
+
+    def stored(self, cut: Cut) -> dict[str, torch.Tensor]:
+        """What the maps hold of a cut's matrix: itself, or its codes and scales."""
+        assert self.fill.maps is not None
+        codes, end = self.fill.maps.codes(cut.layer), cut.start + cut.width
+        whole = {"matrix": self.fill.maps.matrix(cut.layer)} if codes is None else codes._asdict()
+        return {k: tensor if len(tensor) == cut.width else tensor[cut.start : end] for k, tensor in whole.items()}
+
+    def host_tensor(self, name: str, stored: torch.Tensor, device: torch.device) -> Node:
+        """A stored tensor as an attribute of the module, in host memory."""
+        name = f"ridgefill_host_{name}"
+        if name not in self.tensors:
+            self.tensors[name] = stored if isinstance(stored, FakeTensor) else in_host_memory(stored, device)
+        tensor = self.tensors[name]
+        node = self.emit.graph.create_node("get_attr", name)
+        fake = isinstance(tensor, FakeTensor)
+        node.meta["val"] = tensor if fake else self.emit.mode.from_tensor(tensor, static_shapes=True)
+        return node
 
     def of_cut(self, cut: Cut, stored: Node) -> Node:
         """Of a tensor of a layer's map, the rows that are a cut's."""

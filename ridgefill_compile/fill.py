@@ -186,7 +186,8 @@ def choose_fill(located: Located, options: Options, example_inputs: Sequence[Any
     if maps is not None and options.route == "ridge":
         maps = maps.at(split)
         check_maps(maps, located, options, [x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-        return Fill("ridge", split, options.tail, maps, parse_rows(options.rows), tokens=tokens, cut=maps.cut)
+        selectors, stream = parse_rows(options.rows), options.stream_maps
+        return Fill("ridge", split, options.tail, maps, selectors, tokens=tokens, cut=maps.cut, stream_maps=stream)
     if located.tokens.op == "placeholder" and "inputs_embeds" not in located.tokens.meta.get(ARGUMENT, ""):
         raise CannotFill(
             "the graph begins in the middle of the model, so its layers cannot be numbered",

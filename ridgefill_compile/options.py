@@ -47,6 +47,7 @@ class Options:
         mode: passed to Inductor ("default", "max-autotune", ...).
         dump: directory for every pass's graph before and after, as text (or the environment's RIDGEFILL_DUMP).
         verify: check every pass's result (shapes, aliasing, constants); costs compile time.
+        stream_maps: keep maps in host memory, and copy each to the model's device while the layer before it runs.
         check_weights: refuse maps that were calibrated on other weights than the model's.
         eliminate: drop the rows nobody reads (False: the slow, obviously right routed graph; for tests).
     """
@@ -67,6 +68,7 @@ class Options:
     mode: str | None = None
     dump: str | None = None
     verify: bool = False
+    stream_maps: bool = False
     check_weights: bool = True
     eliminate: bool = True
 
@@ -102,7 +104,7 @@ class Options:
         _whole_number("min_fill", self.min_fill, 1)
         if self.split is not None:
             _whole_number("split", self.split, 0)
-        for name in ("strict", "verify", "check_weights", "eliminate"):
+        for name in ("strict", "verify", "stream_maps", "check_weights", "eliminate"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name!r} must be True or False, not {getattr(self, name)!r}")
         for name in ("mode", "dump"):
@@ -119,11 +121,16 @@ class Options:
             _one_of("mode", self.mode, _modes())
         if self.mode is not None and self.inner != "inductor":
             raise OptionError(f"option 'mode' is Inductor's; it cannot go with inner={self.inner!r}")
+        self._check_route()
+
+    def _check_route(self) -> None:
         if self.route == "ridge" and self.maps is None:
             raise OptionError(
                 "route 'ridge' needs maps: pass options={'maps': directory_or_RidgeMaps} from "
                 "ridgefill_compile.calibrate(...), or choose route='identity', 'none' or 'exact'"
             )
+        if self.stream_maps and self.route != "ridge":
+            raise OptionError(f"option 'stream_maps' is about maps, and route {self.route!r} reads none")
         if self.route in ("none", "identity", "oracle") and self.split is None and self.maps is None:
             raise OptionError(f"route {self.route!r} needs a split: pass options={{'split': first_late_layer}}")
 
