@@ -2,9 +2,10 @@
 
     python bench/maps_memory.py [--dtype bfloat16] [--maps-dtype int8] [--json]
 
-Three processes answer one prompt of random ids with a wide model of random weights: filled without maps
-(`route="identity"`), with maps from a folder, and with the same maps copied into memory. Each then tells how much
-memory is its own, and how much are pages of files, which it shares with other processes and which the system may drop.
+Four processes answer one prompt of random ids with a wide model of random weights: filled without maps
+(`route="identity"`), with maps from a folder, with these streamed (`stream_maps=True`), and with the same maps copied
+into memory. Each then tells how much memory is its own, and how much are pages of files, which it shares with other
+processes and which the system may drop.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ridgefill_compile.evaluate.speed import compiled, first_token
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.splitmaps import SplitMaps, StoredMap
 
-ARMS = ("none", "mapped", "copied")
+ARMS = ("none", "mapped", "streamed", "copied")
 SPLIT, TAIL, ROWS, VOCABULARY = 4, 64, 640, 1000
 
 
@@ -67,7 +68,7 @@ def answered(arm: str, folder: Path | None, dtype: str) -> dict[str, int]:
         options["route"] = "identity"
     else:
         maps = RidgeMaps.load(folder or "")
-        options["maps"] = maps if arm == "mapped" else in_memory(maps)
+        options |= {"maps": in_memory(maps) if arm == "copied" else maps, "stream_maps": arm == "streamed"}
     ready = compiled(model, backend="ridgefill", options=options)
     ids = torch.randint(0, VOCABULARY, (1, ROWS), generator=torch.Generator().manual_seed(0))
     first_token(ready, ids)

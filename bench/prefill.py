@@ -1,7 +1,7 @@
 """Time to first token, compile time and peak memory: exact against filled, on a prompt of real text.
 
     python bench/prefill.py --rows 4096 --tail 512 --split 15 [--select attention:0.1] [--maps-dtype int8]
-    [--runs 5] [--dynamic] [--dtype bfloat16] [--json]
+    [--runs 5] [--dynamic] [--dtype bfloat16] [--same-lowering] [--json]
 
 The exact model is `model.compile()`, the filled one `model.compile(backend="ridgefill", ...)`; both leave a
 cache and return the last row's logits. Runs take turns, and medians are reported. The time does not depend
@@ -15,20 +15,26 @@ import ctypes
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule
 
+from ridgefill_compile.capture import capture
 from ridgefill_compile.evaluate.machine import STATUS, machine, resident, versions
 from ridgefill_compile.evaluate.progress import progress
 from ridgefill_compile.evaluate.shapes import SHAPES, made_up_maps, random_model
 from ridgefill_compile.evaluate.speed import calls_of, compiled, first_token, measure_speed
 from ridgefill_compile.evaluate.texts import long_prompt, split_texts
 from ridgefill_compile.evaluate.trained import load_model
+from ridgefill_compile.fill import keep_input_sources
 from ridgefill_compile.maps import RidgeMaps
+from ridgefill_compile.passes.lower import lower
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 
 ARMS = ("exact", "filled")
@@ -48,6 +54,9 @@ def prefill(
         str | None, typer.Option(help="What selects prefix rows to keep exact, as option 'rows'.")
     ] = None,
     first_rows: Annotated[int | None, typer.Option(help="First rows to keep exact. Default: the maps' own.")] = None,
+    same_lowering: Annotated[
+        bool, typer.Option(help="Lower the exact graph as the filled one: what is left is gained by filling alone.")
+    ] = False,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too, each model in its own process.")] = True,
     only: Annotated[
         str | None, typer.Option(help="Measure the memory of 'exact' or 'filled' here.", hidden=True)
@@ -69,7 +78,10 @@ def prefill(
             result = {only: peak_memory(loaded, prompt, options, warm_up, only)}
         else:
             with progress(f"{rows} rows, exact and filled", calls_of(runs, warm_up)) as step:
-                speed = measure_speed(loaded, prompt, options, runs=runs, warm_up=warm_up, step=step)
+                exact = exactly_lowered if same_lowering else "inductor"
+                speed = measure_speed(
+                    loaded, prompt, options, runs=runs, exact_backend=exact, warm_up=warm_up, step=step
+                )
             if dynamic and not speed.graph.dynamic:
                 raise RuntimeError(f"the graph was compiled for {speed.graph.rows} rows only")
             result = speed.to_dict() | {
@@ -77,6 +89,7 @@ def prefill(
                 "versions": versions(),
                 "dtype": dtype,
                 "dynamic": dynamic,
+                "same_lowering": same_lowering,
                 "model": model,
                 "maps": str(maps) if maps else "made up",
                 "maps_dtype": str(known.dtype).removeprefix("torch."),
@@ -88,6 +101,13 @@ def prefill(
         typer.echo(json.dumps(result))
     else:
         show(result)
+
+
+def exactly_lowered(module: GraphModule, inputs: Sequence[Any]) -> Any:
+    """The exact graph, rewritten for Inductor as a filled one is in the end."""
+    result = lower(capture(module))
+    keep_input_sources(result, module)
+    return compile_fx(result, list(inputs))
 
 
 def other_lengths(rows: int, tail: int) -> tuple[int, ...]:

@@ -69,10 +69,11 @@ def test_the_next_map_sets_out_before_this_one_is_waited_for() -> None:
         told.append(f"copy {names[tensor.data_ptr()]}")
         return mock.Mock(record_stream=lambda stream: None), names[tensor.data_ptr()]
 
+    underway: dict[Any, Any] = {}
     now = mock.Mock(wait_event=lambda event: told.append(f"wait {event}"))
     with (
         mock.patch.object(host_maps, "_started", started),
-        mock.patch.object(host_maps, "_underway", {}) as underway,
+        mock.patch.object(host_maps, "_underway", underway),
         mock.patch("torch.cuda.current_stream", return_value=now),
     ):
         for _ in range(2):
