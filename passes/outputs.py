@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.passes.arithmetic_rules import pointwise
 from ridgefill_compile.passes.calls import arguments, aten, shape
-from ridgefill_compile.passes.demand import Demands, analyse
+from ridgefill_compile.passes.demand import Demands, analyse, needed_of
 from ridgefill_compile.passes.functionalize import COPIES
 from ridgefill_compile.passes.layout_rules import cat, expand, pad, reshape, select, slice_, squeeze, unsqueeze
 from ridgefill_compile.passes.locate import Layer, Located, same_shape
@@ -44,21 +44,22 @@ def check_late_states(graph: Graph, located: Located, split: int, tail: int = 0)
             whole = analyse(graph, [(state, EVERYTHING)], stop=layer.input).on(layer.input)
             if _on_rows(whole, located) and whole.last <= tail:  # type: ignore[union-attr]
                 continue
-            found = [_demand_on_input(graph, state, dim, layer.input) for dim in range(len(shape(state)))]
-            if any(_on_rows(demand, located) for demand, _ in found):
+            found = [analyse(graph, [(state, Rows(dim, 1))], stop=layer.input) for dim in range(len(shape(state)))]
+            if any(_on_rows(demands.on(layer.input), located) for demands in found):
                 _check_read(graph, located, layer, state)
                 continue
             if len(found) > 1 and not any(counts_rows(size, located.rows) for size in shape(state)):
                 _check_read(graph, located, layer, state)
                 continue
-            blocked = [
-                nodes[0] for dim, (_, nodes) in enumerate(found) if nodes and same(shape(state)[dim], located.rows)
-            ]
+            by_row = [demands for dim, demands in enumerate(found) if same(shape(state)[dim], located.rows)]
+            mixer, hint = next(
+                filter(None, (_mixer(graph, each, layer.input, located.rows) for each in by_row)), (state, "")
+            )
             raise CannotFill(
                 f"layer {layer.index} has an output that is neither written row by row nor the state of a recurrence: "
                 "attention weights, router scores, or a state whose size is the prompt's length by chance",
-                blocked[0] if blocked else state,
-                f"{blocked[0].target} has no row rule" if blocked else "do not ask for such outputs",
+                mixer,
+                hint or "do not ask for such outputs",
             )
     _check_own_layer(graph, located, split)
 
@@ -210,10 +211,24 @@ def _check_own_layer(graph: Graph, located: Located, split: int) -> None:
                 )
 
 
-def _demand_on_input(graph: Graph, state: Node, dim: int, source: Node) -> tuple[Demand, list[Node]]:
-    """What one row of a state write reads of its layer's input, and which ops made that more than it need be."""
-    demands = analyse(graph, [(state, Rows(dim, 1))], stop=source)
-    return demands.on(source), demands.blocked
+def _mixer(graph: Graph, demands: Demands, source: Node, rows: IntLike) -> tuple[Node, str] | None:
+    """The op nearest to the layer's input that makes one row, or something without rows, of every row; and why."""
+    made = {source}
+
+    def has_rows(node: Node) -> bool:
+        return isinstance(node.meta.get("val"), torch.Tensor) and any(same(size, rows) for size in shape(node))
+
+    for node in graph.nodes:
+        operands = [operand for operand in node.all_input_nodes if operand in made]
+        if operands:
+            made.add(node)
+            demand = demands.on(node)
+            if node in demands.blocked:
+                return node, f"{node.target} has no row rule"
+            whole = any(has_rows(each) and needed_of(each, node, demand) is EVERYTHING for each in operands)
+            if whole and (isinstance(demand, Rows) or not has_rows(node)):
+                return node, f"{node.target} reads every row"
+    return None
 
 
 def check_wanted_rows(graph: Graph, located: Located, tail: int) -> None:

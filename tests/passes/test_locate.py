@@ -227,6 +227,21 @@ def test_sum_over_rows_is_no_state() -> None:
         check_late_states(module.graph, located, 0)
 
 
+def test_the_op_that_mixes_rows_is_named() -> None:
+    """Keys less their mean over the rows: the mean reads every row, whatever else is done to keys."""
+
+    def centred(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        h, k, v = attend(x.sin(), w)
+        k = (k - k.mean(1, keepdim=True)).transpose(1, 2).contiguous()
+        return (x + h)[:, -1:], k, v
+
+    module = traced(centred, X, W)
+    with pytest.raises(CannotFill, match="neither written row by row") as refusal:
+        check_late_states(module.graph, locate(module.graph), 0)
+    assert "aten.mean.dim" in str(refusal.value.node)
+    assert refusal.value.hint == "aten.mean.dim reads every row"
+
+
 def test_state_shifted_by_a_row_is_a_state() -> None:
     """Row i of it is row i - 1 of the input, as a convolution's is made of a few: merged rows, in order."""
 
