@@ -287,7 +287,7 @@ def _view(reader: Node, value: Node, columns: Columns) -> Columns | None:
 
 def _column_by_column(reader: Node, value: Node, dim: int) -> bool:
     """Whether a call works on each entry of a dimension alone, and gives a value of the same layout."""
-    if not same(shape(reader)[dim], shape(value)[dim]) or len(shape(reader)) != len(shape(value)):
+    if len(shape(reader)) != len(shape(value)) or not same(shape(reader)[dim], shape(value)[dim]):
         return False
     given = arguments(reader) if isinstance(reader.target, torch._ops.OpOverload) else {}
     if reader.target is aten.conv1d.default:

@@ -230,6 +230,14 @@ def test_two_parts_of_one_product_may_meet_again() -> None:
     assert columns_on_all_rows(unfused(gated, X, W)) == 2 * PART
 
 
+def test_readers_of_another_rank() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = functional.linear(x, w)
+        return tail(y[..., :PART]).sin(), y[..., PART:].sum(1), y[..., PART:] + x.sum()[None, None, None, None]
+
+    assert columns_on_all_rows(unfused(function, X, W)) == 2 * PART
+
+
 def test_a_product_that_reads_a_part_of_another() -> None:
     def function(x: Tensor, w: Tensor, inner: Tensor) -> tuple[Tensor, ...]:
         q, latent, rest = functional.linear(x, w).chunk(3, -1)
