@@ -36,7 +36,7 @@ WEIGHTS: dict[Any, tuple[tuple[str, int], ...]] = {  # of each product, the oper
 VIEWS = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int, aten.flatten.using_ints,
 )  # fmt: skip
-SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections)
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 ORDERS: dict[Any, Any] = {
     aten.transpose.int: transposed,
     aten.swapaxes.default: transposed,
@@ -119,15 +119,22 @@ def width_of(node: Node) -> int | None:
     if node.target in WEIGHTS:
         given = arguments(node)
         own = [(given[name], dim) for name, dim in WEIGHTS[node.target] if given[name] is not None]
-        plain = isinstance(width, int) and all(same(shape(operand)[dim], width) for operand, dim in own)
+        plain = isinstance(width, int) and all(_has(operand, dim, width) for operand, dim in own)
         return width if plain and len(shape(own[0][0])) == 2 else None  # type: ignore[return-value]
     if node.target is aten.cat.default:
         given = arguments(node)
         last = positive(given["dim"], len(shape(node))) == len(shape(node)) - 1
         parts = [shape(part) for part in given["tensors"]]
         plain = last and all(len(part) == len(shape(node)) and isinstance(part[-1], int) for part in parts)
+        plain = plain and all(part.meta["val"].dtype == node.meta["val"].dtype for part in given["tensors"])
         return width if plain else None  # type: ignore[return-value]
     return None
+
+
+def _has(operand: Node, dim: int, width: object) -> bool:
+    """Whether an operand has as many entries along a dimension, counted from 0 or from the end."""
+    sizes = shape(operand)
+    return -len(sizes) <= dim < len(sizes) and same(sizes[dim], width)  # type: ignore[arg-type]
 
 
 def follow(source: Node, width: int) -> Fused:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.passes.attend import causal_mask
 from ridgefill_compile.passes.calls import CAUSAL_TAIL, TO_THE_END, Call, CausalTail, Need, aten, shape
@@ -38,7 +39,7 @@ def eliminate(module: GraphModule, demands: Demands | None = None) -> GraphModul
     writer = _Writer(old, demands or analyse(old))
     for node in old.nodes:
         writer.write(node)
-    _keep_apart(writer, old)
+    keep_apart(old, writer.emit)
     result = GraphModule(module, writer.graph)
     result.meta = dict(module.meta)
     return result
@@ -163,19 +164,25 @@ class _Writer:
         return self.emit(aten.flatten.using_ints, last, dim, dim + 1, like=value)
 
 
-def _keep_apart(writer: _Writer, old: Graph) -> None:
-    """Copy results that would now lie in one memory and did not before: rows of two joins of the same value, say."""
-    end = writer.graph.output_node()
+def keep_apart(before: Graph, emit: Emitter) -> None:
+    """Copy results that would now lie in one memory and did not before: rows of two joins of the same value, say.
+
+    Args:
+        before: the graph as it was.
+        emit: writes the graph as it is now, whose results are those of `before`, one by one.
+    """
+    end = emit.graph.output_node()
+    first = next(node for node in emit.graph.nodes if node.op != "placeholder")
     seen: dict[Node, Node] = {}  # memory in the new graph -> memory in the old one
+    old = iter([leaf for leaf in tree_leaves(before.output_node().args) if isinstance(leaf, Node)])
 
-    def apart(value: Node) -> Node:
-        new, before = writer.new[value], memory_of(value)
-        memory = memory_of(new)
-        borrowed = memory.op == "placeholder" and before.op != "placeholder"
-        if seen.setdefault(memory, before) is before and not borrowed:
+    def apart(new: Node) -> Node:
+        held, memory = memory_of(next(old)), memory_of(new)
+        borrowed = memory.op == "placeholder" and held.op != "placeholder"
+        if seen.setdefault(memory, held) is held and not borrowed:
             return new
-        with writer.graph.inserting_before(end):
-            return writer.emit(aten.clone.default, new, like=new)
+        # Right behind the value: what is written into it later is none of the result's.
+        with emit.graph.inserting_before(first if new.op == "placeholder" else new.next):
+            return emit(aten.clone.default, new, like=new)
 
-    copies = {value: apart(value) for value in old.output_node().all_input_nodes}
-    end.args = map_arg(old.output_node().args, copies.__getitem__)
+    end.args = map_arg(end.args, apart)

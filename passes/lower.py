@@ -5,6 +5,7 @@ Convolutions of one channel each, which recurrent layers run over all rows, beco
     y = conv1d(x, w, groups=C, padding=p)      [B, C, N]      p = pad(x, p);  y = sum_i p[..., i:i + N] * w[:, i]
 
 They are fused with what stands around them; the library's kernel copies its operand into a layout of its own, and back.
+In a type of 16 bits the sum is as exact as the kernel's only in Inductor's loops, which compute in float32.
 On a 2-core CPU, 4,096 rows of 1,536 channels, kernel 4, with the SiLU and the split behind it: 37.8 ms and 6.7 ms.
 
 Tables of positions (rotary cosines and sines) are computed once:
@@ -62,7 +63,10 @@ def lower(module: GraphModule) -> GraphModule:
 def _one_channel_each(node: Node) -> bool:
     given = arguments(node)
     weight, channels = shape(given["weight"]), shape(given["input"])[1]
-    plain = len(shape(node)) == 3 and list(given["stride"]) == [1] and isinstance(given["padding"], list | tuple)
+    known = all(
+        isinstance(given[name], list | tuple) and isinstance(given[name][0], int) for name in ("padding", "dilation")
+    )
+    plain = len(shape(node)) == 3 and list(given["stride"]) == [1] and known
     own = same(weight[0], channels) and given["groups"] == channels and isinstance(weight[2], int)
     return bool(plain and own and weight[2] <= LONGEST_KERNEL)
 
@@ -95,6 +99,8 @@ def _tables(module: GraphModule) -> Iterator[Node]:
     of_tokens: set[Node] = set()
     waves: set[Node] = set()
     for node in module.graph.nodes:
+        if not isinstance(node.meta.get("val"), Tensor | list | tuple):
+            continue  # a size
         if any(operand in of_tokens for operand in node.all_input_nodes) or _is_matrix(node):
             of_tokens.add(node)
         elif node.target in WAVES or any(operand in waves for operand in node.all_input_nodes):
@@ -105,9 +111,9 @@ def _tables(module: GraphModule) -> Iterator[Node]:
         if count:
             memory = memory_of(value)
             readers[memory] = readers.get(memory, 0) + count
-    for table in module.graph.nodes:
-        value = table.meta.get("val")
-        if readers.get(table, 0) > 1 and isinstance(value, Tensor) and value.is_floating_point():
+    for table in sorted(waves):
+        held = table.meta["val"]
+        if readers.get(table, 0) > 1 and isinstance(held, Tensor) and held.is_floating_point():
             yield table
 
 

@@ -24,20 +24,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.errors import CannotFill
-from ridgefill_compile.passes.calls import arguments, aten, positive, shape
+from ridgefill_compile.passes.calls import arguments, aten, positive, rewrite, shape
 from ridgefill_compile.passes.columns import VIEWS, WEIGHTS, Columns, Fused, aligned, follow, width_of
 from ridgefill_compile.passes.demand import Demands, analyse, has_effect, needed_of
+from ridgefill_compile.passes.eliminate import keep_apart
 from ridgefill_compile.passes.emit import Emitter, copy_module, fake_mode_of, inputs_of
+from ridgefill_compile.passes.functionalize import is_view
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows
 
-MOST_ROUNDS = 4
+MOST_ROUNDS = 8
+BY_STRIDES = (aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype)
 
 
 def unfuse(module: GraphModule) -> GraphModule:
@@ -45,16 +50,25 @@ def unfuse(module: GraphModule) -> GraphModule:
 
     In rounds: once a join is taken apart, the products that it joins may have parts that are read on fewer rows.
     """
+    original, refused = module.graph, set[str]()
     for _ in range(MOST_ROUNDS):
-        found = _apart(_worth_it(module.graph, analyse(module.graph)))
+        found = _apart(_worth_it(module.graph, analyse(module.graph), refused))
         if not found:
             break
-        module = copy_module(module)
-        names = {node.name: node for node in module.graph.nodes}
+        written = copy_module(module)
+        names = {node.name: node for node in written.graph.nodes}
+        emit = Emitter(written.graph, fake_mode_of(written.graph))
         for planned in found:
-            _Writer(module, _in(names, planned)).write()
-        module.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or has_effect(n))
-        module.recompile()
+            try:
+                _Writer(written, _in(names, planned)).write()
+            except CannotFill:  # a size that no input shows
+                refused.add(planned.fused.source.name)
+                break
+        else:
+            keep_apart(original, emit)
+            written.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or has_effect(n))
+            written.recompile()
+            module = written
     return module
 
 
@@ -68,8 +82,8 @@ def _apart(found: Iterable[_Plan]) -> list[_Plan]:
         values, readers = set(fused.columns), {reader for each in fused.readers.values() for reader in each}
         if made.isdisjoint(values | readers) and read.isdisjoint(values):
             chosen.append(planned)
-        made |= values
-        read |= readers
+            made |= values
+            read |= readers
     return chosen
 
 
@@ -88,13 +102,13 @@ class _Plan:
     groups: list[list[int]]
 
 
-def _worth_it(graph: Graph, demands: Demands) -> Iterator[_Plan]:
+def _worth_it(graph: Graph, demands: Demands, refused: set[str]) -> Iterator[_Plan]:
     """Fused products that run on every row, with parts that need not; the last ones first."""
     for node in reversed(graph.nodes):
         if demands.on(node) is not EVERYTHING:
             continue
         width = width_of(node)
-        if width is None:
+        if width is None or node.name in refused:
             continue
         fused = follow(node, width)
         if all(columns.ids.numel() == width for columns in fused.columns.values()):
@@ -106,7 +120,7 @@ def _worth_it(graph: Graph, demands: Demands) -> Iterator[_Plan]:
         for value, readers in fused.readers.items():
             needed = [_needed_of_source(fused, value, needed_of(value, r, demands.on(r))) for r in readers]
             (whole if EVERYTHING in needed else fewer).update(fused.columns[value].list())
-        if whole and fewer - whole:
+        if whole and fewer - whole and not any(map(_read_by_strides, fused.columns)):
             yield _group(fused, whole, fewer - whole)
 
 
@@ -126,6 +140,11 @@ def _group(fused: Fused, *groups: set[int]) -> _Plan:
         lists = sorted(fused.columns[part].list() for part, group in parts.items() if group == number)
         ordered.append(list(dict.fromkeys(column for each in lists for column in each)))
     return _Plan(fused, parts, ordered)
+
+
+def _read_by_strides(value: Node) -> bool:
+    """Whether a reader of a value, or of a view of it, asks how it lies in memory: a part may lie otherwise."""
+    return any(user.target in BY_STRIDES or (is_view(user) and _read_by_strides(user)) for user in value.users)
 
 
 def _needed_of_source(fused: Fused, value: Node, demand: Demand) -> Demand:
@@ -160,15 +179,27 @@ class _Writer:
             new = self.part(part, group)
             for user in users:
                 user.replace_input_with(part, new)
+            self.lies_otherwise(users)
+
+    def lies_otherwise(self, readers: list[Node]) -> None:
+        """Tell readers, and who reads their views, how a part lies in memory now."""
+        for reader in readers:
+            if reader.op != "call_function":
+                continue
+            if reader.target is aten.view.default:
+                reader.target = aten.reshape.default  # of a part that is cut out of more columns
+            before, reader.meta["val"] = reader.meta["val"], self.emit.value_of(reader)
+            if is_view(reader) or _strides(before) != _strides(reader.meta["val"]):
+                self.lies_otherwise(list(reader.users))
 
     def part(self, part: Node, group: int) -> Node:
         """The same value as a part, made of its group's product."""
-        base = part
+        base, behind = part, part.next
         while not self.fused.columns[base].direct:
             base = self.fused.made_from[base]
         value, held = self.value(base, group)
         columns, found = self.fused.columns[part], self.fused.columns[base]
-        with self.module.graph.inserting_before(part.next):
+        with self.module.graph.inserting_before(behind):
             value = self.take(value, found.dims[0], held, columns.list())
             return value if base is part else self.laid_out(value, found, part)
 
@@ -234,6 +265,8 @@ class _Writer:
                 return value
             if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), Tensor):
                 return operand
+            if len(shape(operand)) != len(shape(node)) and node.target is aten.cat.default:
+                return operand  # without entries
             own = dim if node.target is aten.cat.default else aligned(operand, node, dim)
             return operand if own in (None, -1) else self.take(operand, own, every, places)
 
@@ -251,32 +284,23 @@ class _Writer:
         node, every = self.fused.source, list(range(self.fused.columns[self.fused.source].ids.numel()))
         if node.target is aten.cat.default:
             return self.joined(columns)
-        changed = dict(arguments(node))
+        given, taken = arguments(node), {}
         for name, dim in WEIGHTS[node.target]:
-            if changed[name] is not None:
-                at = positive(dim, len(shape(changed[name])))
-                changed[name] = self.take(changed[name], at, every, columns)
-        args = [changed.pop(a.name) for a in node.target._schema.arguments if not a.kwarg_only]  # type: ignore[union-attr]
-        kwargs = {name: changed[name] for name in node.kwargs if name in changed}
-        return self.emit(node.target, *args, like=node, **kwargs)
+            if given[name] is not None:
+                taken[name] = self.take(given[name], positive(dim, len(shape(given[name]))), every, columns)
+        call = rewrite(node, **taken)
+        return self.emit(call.target, *call.args, like=node, **call.kwargs)
 
     def joined(self, columns: list[int]) -> Node:
         """Some columns of a join: of each operand, those that are wanted."""
-        node, parts, start = self.fused.source, [], 0
-        dim = len(shape(node)) - 1
-        owner: list[tuple[Node, int]] = []
-        for operand in arguments(node)["tensors"]:
-            width = shape(operand)[-1]
-            owner += [(operand, place) for place in range(width)]
-        while start < len(columns):
-            operand = owner[columns[start]][0]
-            end = start
-            while end < len(columns) and owner[columns[end]][0] is operand:
-                end += 1
-            every = list(range(shape(operand)[-1]))
-            parts.append(self.take(operand, dim, every, [owner[column][1] for column in columns[start:end]]))
-            start = end
-        return parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim, like=node)
+        node, dim = self.fused.source, len(shape(self.fused.source)) - 1
+        operands = arguments(node)["tensors"]
+        places = [(number, place) for number, each in enumerate(operands) for place in range(shape(each)[dim])]
+        parts = []
+        for number, run in groupby((places[column] for column in columns), key=lambda at: at[0]):
+            every = list(range(shape(operands[number])[dim]))
+            parts.append(self.take(operands[number], dim, every, [place for _, place in run]))
+        return self.emit(aten.cat.default, parts, dim, like=node)  # a copy even of one, as the join was
 
     def take(self, value: Node, dim: int, held: list[int], wanted: list[int]) -> Node:
         """Some entries of a dimension, in a given order: all, a slice, or looked up."""
@@ -292,11 +316,15 @@ class _Writer:
 
     def constant(self, tensor: Tensor) -> Node:
         """A tensor as a value of the graph."""
-        name = next(n for i in range(10**6) if not hasattr(self.module, n := f"_columns{i}"))
+        name = next(n for i in range(10**6) if not hasattr(self.module, n := f"ridgefill_columns{i}"))
         self.module.register_buffer(name, tensor)
         node = self.module.graph.get_attr(name)
         node.meta["val"] = self.emit.mode.from_tensor(tensor, static_shapes=True)
         return node
+
+
+def _strides(value: Any) -> list[Any]:
+    return [tensor.stride() for tensor in tree_leaves(value) if isinstance(tensor, Tensor)]
 
 
 def _cuts(node: Node, before: Columns) -> bool:

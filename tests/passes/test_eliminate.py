@@ -365,3 +365,12 @@ def test_causal_mask_is_made_once() -> None:
         assert [shape(call)[1] for call in calls] == [T, T]
         assert all(call.args[5] is False for call in calls)
         assert len(named(before, aten.where.self)) == 0
+
+
+def test_a_result_that_borrows_an_input_does_not_see_later_writes() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        last = torch.cat([w[:1].expand(B, 1, D), x], 1)[:, -T:]
+        x.mul_(0.0)
+        return (last,)
+
+    eliminated(function, X.clone(), W)

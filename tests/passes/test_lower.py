@@ -82,11 +82,12 @@ def test_in_bfloat16_as_exact_as_the_librarys() -> None:
         lambda x, w: functional.conv1d(x, w.repeat(2, 1, 1), None, 1, 0, 1, C),
         lambda x, w: functional.conv1d(x, w, None, 1, "same", 1, C),
         lambda x, w: functional.conv1d(x[0], w, None, 1, 0, 1, C),
+        lambda x, w: functional.conv1d(x, w, None, 1, x.shape[2] // 2, 1, C),
     ],
-    ids=["strided", "grouped", "two each", "padding by name", "without batch"],
+    ids=["strided", "grouped", "two each", "padding by name", "without batch", "padding by rows"],
 )
 def test_other_convolutions_are_left_as_they_are(call: Callable[[Tensor, Tensor], Tensor]) -> None:
-    after = lowered(lambda x, w: (call(x, w).sin(),), real(B, C, N), real(C, 1, 4))
+    after = lowered(lambda x, w: (call(x, w).sin(),), real(B, C, N), real(C, 1, 4), dynamic=[(0, 2)])
     assert [n for n in after.graph.nodes if "conv1d" in str(n.target)]
 
 
@@ -137,3 +138,29 @@ def test_a_table_that_is_also_a_result() -> None:
         return table, hidden * table, hidden.exp() * table
 
     assert len(named(lowered(function, *INPUTS), once)) == 1
+
+
+def test_an_input_that_is_written_is_no_table() -> None:
+    def function(scale: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        positions, frequencies, x, w = given
+        table = angles(positions, frequencies).cos()
+        spread, hidden = scale.expand_as(table), x @ w
+        results = hidden * spread, hidden + spread, hidden * table
+        scale.mul_(2.0)
+        return results
+
+    before = traced(function, torch.ones(1), *INPUTS)
+    after = lower(before)
+    scale = torch.ones(1)
+    after(scale, *INPUTS)
+    assert scale.item() == 2.0
+
+
+def test_a_table_of_as_many_positions_as_there_are_rows() -> None:
+    def function(*given: Tensor) -> tuple[Tensor, ...]:
+        _, frequencies, x, w = given
+        table = angles(torch.arange(x.shape[1])[None], frequencies).sin()
+        hidden = x @ w
+        return hidden * table, hidden.exp() * table
+
+    assert len(named(lowered(function, *INPUTS, dynamic=[(2, 1)]), once)) == 1

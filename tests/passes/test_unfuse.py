@@ -230,6 +230,26 @@ def test_two_parts_of_one_product_may_meet_again() -> None:
     assert columns_on_all_rows(unfused(gated, X, W)) == 2 * PART
 
 
+def test_results_share_no_memory_that_they_did_not_share_before() -> None:
+    def looked_up(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = functional.linear(x, w).view(B, N, -1, SIZE)
+        joined = torch.cat([x, x.sin()], -1)
+        return (
+            tail(y[:, :, :-2]),
+            y[:, :, [-2]],
+            y[:, :, [-1]],
+            tail(joined[..., :2]),
+            joined[..., D:],
+            joined[..., 3:D],
+        )
+
+    after = unfused(looked_up, X, W)
+    results = after(X, W)
+    places = [result.untyped_storage().data_ptr() for result in results]
+    assert X.untyped_storage().data_ptr() not in places
+    assert len(set(places[:3])) == 3
+
+
 def test_readers_of_another_rank() -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         y = functional.linear(x, w)
@@ -259,6 +279,86 @@ def test_the_state_of_a_convolution_keeps_its_columns() -> None:
     after = unfused(behind_a_convolution, X, W)
     state = [node for node in named(after, aten.linear.default) if shape(node)[-1] == 3 * PART]
     assert [shape(node)[1] for node in state] == [3]
+
+
+def test_a_view_of_a_part_that_lies_otherwise_now() -> None:
+    """Heads of keys lay at even distances in the whole, and do not in a product without queries."""
+
+    def viewed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = functional.linear(x, w).view(B, N, HEADS, 3 * SIZE).split(SIZE, -1)
+        return tail(q).sin(), k.view(-1, SIZE).cos(), v.exp(), k, k.reshape(B, N, PART)
+
+    after = unfused(viewed, X, W)
+    assert columns_on_all_rows(after) == 2 * PART
+    results = after(X, W)
+    assert results[3].untyped_storage().data_ptr() != results[4].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda k: torch.view_as_real(torch.view_as_complex(k.unflatten(-1, (2, 2)))).sin(),
+        lambda k: k.as_strided((2, 3), (1, 2)).sin(),
+        lambda k: k.view(torch.int32) + 1,
+    ],
+    ids=["complex", "strides", "dtype"],
+)
+def test_readers_of_strides_keep_the_whole_product(read: Callable[[Tensor], Tensor]) -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, r = functional.linear(x, w[:12]).split([4, 4, 3, 1], -1)
+        return tail(q).sin(), read(k), v.exp(), tail(r).cos()
+
+    unfused(function, X, W)
+
+
+def test_a_join_of_two_dtypes_is_left() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        joined = torch.cat([functional.linear(x, w[:PART]), functional.linear(x, w[PART:]).double()], -1)
+        return tail(joined[..., PART:]).sin(), joined[..., :PART].cos()
+
+    unfused(function, X, W)
+
+
+def test_parts_that_overlap_in_another_order() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = functional.linear(x, w)
+        return tail(y[..., :PART]).sin(), y[..., PART + 2 :: 3].exp(), y[..., -7:-3]
+
+    unfused(function, X, W)
+
+
+def test_a_chain_of_products() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for _ in range(9):
+            q, x = functional.linear(x, w[: 2 * D]).split(D, -1)
+            found.append(tail(q).sin())
+        return (*found, x)
+
+    assert columns_on_all_rows(unfused(function, X, 0.3 * W)) == 9 * D
+
+
+def test_what_no_product_is_taken_apart_for() -> None:
+    def vector(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return x @ w[0], torch.addmm(torch.ones(()), x[0], w.t())
+
+    def empty(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = torch.cat([x.new_empty(0), functional.linear(x, w)], 1).split(PART, -1)
+        return tail(q).sin(), k.cos(), v.exp()
+
+    unfused(vector, X, W)
+    unfused(empty, X, W)
+
+
+def test_a_size_that_no_input_shows() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        batch, rows, _ = x.shape
+        y = functional.linear(torch.cat([x, x], 0)[:, 1:], w).view(2 * batch, rows - 1, HEADS, 3, SIZE)
+        return y[:, -T:, :, 0].sin(), y[..., 1, :].cos()
+
+    before = traced(function, X, W, dynamic=[(0, 0), (0, 1)], sizes_first=True)
+    after = eliminate(unfuse(before))
+    torch.testing.assert_close(after(B, N, X, W), function(X, W), rtol=1e-5, atol=1e-5)
 
 
 # ---------------------------------------------------------------- any of them
