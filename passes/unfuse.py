@@ -174,12 +174,16 @@ class _Writer:
 
     def write(self) -> None:
         """Make every part that is in one group of that group's product."""
+        named: set[Node] = set()
         for part, group in self.parts.items():
             users = list(part.users)
             new = self.part(part, group)
             for user in users:
                 user.replace_input_with(part, new)
             self.lies_otherwise(users)
+            if new not in named:  # whoever knows a part by name, as a state, say, finds it
+                named.add(new)
+                part.name, new.name = new.name, part.name
 
     def lies_otherwise(self, readers: list[Node]) -> None:
         """Tell readers, and who reads their views, how a part lies in memory now."""

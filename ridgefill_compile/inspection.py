@@ -29,6 +29,7 @@ from ridgefill_compile.passes.locate import Layer, Located, locate
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows, counts_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows
+from ridgefill_compile.passes.unfuse import unfuse
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 
 
@@ -176,7 +177,7 @@ def _inspect(inspection: Inspection, module: GraphModule, split: int | None) -> 
     fill = Fill("ridge", inspection.split, inspection.tail, ShapeOnlyMaps(captured, located, inspection.split))
     check_wanted_rows(captured.graph, located, fill.tail)
     check_late_states(captured.graph, located, fill.split, fill.tail)
-    routed = route(captured, located, fill)
+    routed = unfuse(route(captured, located, fill))
     demands = analyse(routed.graph)
     result = eliminate(routed, demands)
     inspection.blocked = [describe_node(node) for node in blocked_nodes(routed, demands, located)]

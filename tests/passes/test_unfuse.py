@@ -250,6 +250,18 @@ def test_results_share_no_memory_that_they_did_not_share_before() -> None:
     assert len(set(places[:3])) == 3
 
 
+def test_parts_keep_their_names() -> None:
+    def returned(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = functional.linear(x, w).view(B, N, HEADS, 3 * SIZE).split(SIZE, -1)
+        return tail(q).sin(), k, v.transpose(1, 2)
+
+    before = traced(returned, X, W)
+    names = [node.name for node in before.graph.output_node().all_input_nodes]
+    after = unfuse(before)
+    assert [node.name for node in after.graph.output_node().all_input_nodes] == names
+    assert len({node.name for node in after.graph.nodes}) == len(after.graph.nodes)
+
+
 def test_readers_of_another_rank() -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         y = functional.linear(x, w)
