@@ -308,8 +308,17 @@ def _column_by_column(reader: Node, value: Node, dim: int) -> bool:
         return positive(given["dim"], len(shape(value))) != dim
     rule = rule_for(reader)
     if rule is pointwise:
-        return all(aligned(operand, reader, dim) is not None for operand in reader.all_input_nodes)
+        return all(each is value or _is_setting(each, reader, dim) for each in reader.all_input_nodes)
     return reader.target in (aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.to.dtype)
+
+
+def _is_setting(operand: Node, reader: Node, dim: int) -> bool:
+    """Whether an operand of a pointwise op is one number a column, or the same for all columns: a bias, or a mask of
+    rows. Behind a sum of two whole values, the residual stream's, no parts are looked for.
+    """
+    own = aligned(operand, reader, dim)
+    rest = [size for at, size in enumerate(operand.meta["val"].shape) if at != own] if own is not None else []
+    return own == -1 or (own is not None and all(same(size, 1) for size in rest))
 
 
 def aligned(operand: Node, reader: Node, dim: int) -> int | None:
