@@ -10,7 +10,7 @@
     unfuse          fused projections apart, where their columns are read on different rows
     demand          which rows of each value are read (changes nothing)
     eliminate       compute just those
-    lower           forms that Inductor makes fast code of
+    lower           short convolutions in a form that Inductor makes fast code of
     verify          after each of them, when asked
 
 Routing comes before elimination because it *defines* what is computed, and elimination must not change it. Nothing
