@@ -23,7 +23,7 @@ from torch.fx import Node
 from ridgefill_compile.passes.arithmetic_rules import pointwise
 from ridgefill_compile.passes.calls import arguments, aten, positive, shape
 from ridgefill_compile.passes.demand import has_effect
-from ridgefill_compile.passes.layout_rules import last_two_reversed, permuted, product, transposed
+from ridgefill_compile.passes.layout_rules import ORDERS, product
 from ridgefill_compile.passes.rows import same
 from ridgefill_compile.passes.rules import rule_for
 
@@ -37,13 +37,6 @@ VIEWS = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int, aten.flatten.using_ints,
 )  # fmt: skip
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
-ORDERS: dict[Any, Any] = {
-    aten.transpose.int: transposed,
-    aten.swapaxes.default: transposed,
-    aten.permute.default: permuted,
-    aten.t.default: last_two_reversed,
-    aten.mT.default: last_two_reversed,
-}
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ class Columns:
         left = tuple(others[source] for source in order if source in others)
         return Columns(dims, self.ids.permute(moved), left, self.direct)
 
-    def list(self) -> list[int]:
+    def numbers(self) -> list[int]:
         """Numbers of the product's columns, entry by entry."""
         found: list[int] = self.ids.flatten().tolist()
         return found

@@ -173,6 +173,16 @@ def last_two_reversed(node: Node, rank: int) -> list[int]:
     return [*range(rank - 2), rank - 1, rank - 2] if rank > 1 else [0]
 
 
+ORDERS: dict[Any, Callable[[Node, int], list[int]]] = {
+    aten.permute.default: permuted,
+    aten.transpose.int: transposed,
+    aten.swapaxes.default: transposed,
+    aten.swapdims.default: transposed,
+    aten.t.default: last_two_reversed,
+    aten.mT.default: last_two_reversed,
+}
+
+
 def unsqueeze(node: Node, rows: Rows) -> Call | None:
     """A new dimension of size 1."""
     new = positive(arguments(node)["dim"], len(shape(node)))

@@ -22,13 +22,18 @@ LONGEST_KERNEL = 8  # taps of a convolution that is worth writing out
 
 def lower(module: GraphModule) -> GraphModule:
     """A graph module with the same results, for Inductor."""
+    if not _convolutions(module):
+        return module
     module = copy_module(module)
     emit = Emitter(module.graph, fake_mode_of(module.graph))
-    for node in list(module.graph.nodes):
-        if node.target is aten.conv1d.default and _one_channel_each(node):
-            _shifted_products(emit, node)
+    for node in _convolutions(module):
+        _shifted_products(emit, node)
     module.recompile()
     return module
+
+
+def _convolutions(module: GraphModule) -> list[Node]:
+    return [node for node in module.graph.nodes if node.target is aten.conv1d.default and _one_channel_each(node)]
 
 
 def _one_channel_each(node: Node) -> bool:

@@ -39,17 +39,16 @@ from ridgefill_compile.passes.arithmetic_rules import (
 )
 from ridgefill_compile.passes.calls import Call, CausalTail, Need, Rule, aten, first_operand, needs, shape
 from ridgefill_compile.passes.layout_rules import (
+    ORDERS,
     cat,
     embedding,
     expand,
     gather,
     getitem,
     index,
-    last_two_reversed,
     one_hot,
     pad,
     permutation,
-    permuted,
     pieces,
     repeat,
     reshape,
@@ -60,7 +59,6 @@ from ridgefill_compile.passes.layout_rules import (
     slice_scatter,
     squeeze,
     stack,
-    transposed,
     unbind,
     unfold,
     unsqueeze,
@@ -205,9 +203,8 @@ def _table() -> dict[Any, Rule]:
                    aten.unflatten.int, aten.squeeze.default, aten.squeeze.dims, aten.view_as.default,
                    aten.reshape_as.default]),
         (expand, [aten.expand.default, aten.broadcast_to.default]),
-        (permutation(permuted), [aten.permute.default]),
-        (permutation(transposed), [aten.transpose.int, aten.swapaxes.default, aten.swapdims.default]),
-        (permutation(last_two_reversed), [aten.t.default, aten.mT.default]),
+        *((permutation(order), [op for op, own in ORDERS.items() if own is order])
+          for order in dict.fromkeys(ORDERS.values())),
         (unsqueeze, [aten.unsqueeze.default]),
         (squeeze, [aten.squeeze.dim]),
         (select, [aten.select.int]),

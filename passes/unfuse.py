@@ -119,7 +119,7 @@ def _worth_it(graph: Graph, demands: Demands, refused: set[str]) -> Iterator[_Pl
         fewer: set[int] = set()
         for value, readers in fused.readers.items():
             needed = [_needed_of_source(fused, value, needed_of(value, r, demands.on(r))) for r in readers]
-            (whole if EVERYTHING in needed else fewer).update(fused.columns[value].list())
+            (whole if EVERYTHING in needed else fewer).update(fused.columns[value].numbers())
         if whole and fewer - whole and not any(map(_read_by_strides, fused.columns)):
             yield _group(fused, whole, fewer - whole)
 
@@ -129,7 +129,7 @@ def _group(fused: Fused, *groups: set[int]) -> _Plan:
     parts: dict[Node, int] = {}
     inside: set[Node] = set()
     for value, columns in fused.columns.items():
-        number = next((n for n, group in enumerate(groups) if group.issuperset(columns.list())), None)
+        number = next((n for n, group in enumerate(groups) if group.issuperset(columns.numbers())), None)
         if fused.made_from.get(value) in inside:
             inside.add(value)
         elif number is not None and columns.ids.numel():
@@ -137,7 +137,7 @@ def _group(fused: Fused, *groups: set[int]) -> _Plan:
             inside.add(value)
     ordered = []
     for number in range(len(groups)):
-        lists = sorted(fused.columns[part].list() for part, group in parts.items() if group == number)
+        lists = sorted(fused.columns[part].numbers() for part, group in parts.items() if group == number)
         ordered.append(list(dict.fromkeys(column for each in lists for column in each)))
     return _Plan(fused, parts, ordered)
 
@@ -204,7 +204,7 @@ class _Writer:
         value, held = self.value(base, group)
         columns, found = self.fused.columns[part], self.fused.columns[base]
         with self.module.graph.inserting_before(behind):
-            value = self.take(value, found.dims[0], held, columns.list())
+            value = self.take(value, found.dims[0], held, columns.numbers())
             return value if base is part else self.laid_out(value, found, part)
 
     def laid_out(self, value: Node, found: Columns, part: Node) -> Node:
@@ -247,7 +247,7 @@ class _Writer:
         columns, above = self.fused.columns[node], self.fused.made_from[node]
         value, held = self.value(above, group)
         before = self.fused.columns[above]
-        own = set(columns.list())
+        own = set(columns.numbers())
         wanted = [column for column in held if column in own]
         with graph.inserting_before(node.next):
             if node.target is operator.getitem or _cuts(node, before):
@@ -255,7 +255,7 @@ class _Writer:
             if node.target in VIEWS:
                 sizes = self.sizes(shape(node)[:-1])
                 return self.emit(aten.reshape.default, value, [*sizes, len(wanted)], like=node), wanted
-            at = {column: place for place, column in enumerate(before.list())}
+            at = {column: place for place, column in enumerate(before.numbers())}
             return self.call(node, above, value, [at[column] for column in wanted]), wanted
 
     def call(self, node: Node, above: Node, value: Node, places: list[int]) -> Node:
