@@ -26,7 +26,8 @@ from torch import Tensor
 
 from ridgefill_compile.demo import demo_maps
 from ridgefill_compile.errors import OptionError
-from ridgefill_compile.evaluate.arms import Forward, filling, paired, removed, score_window
+from ridgefill_compile.evaluate.arms import LONGER_TAIL, Forward, filling, paired, removed, score_window
+from ridgefill_compile.evaluate.equal_cost import longer_tail
 from ridgefill_compile.evaluate.intervals import Interval, bootstrap
 from ridgefill_compile.evaluate.kept import Kept, digest_of
 from ridgefill_compile.evaluate.machine import machine, versions
@@ -56,6 +57,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "key_rescale": {"key_rescale": 256},  # the rows of the tail that are not scored
     "int8": {"maps": "int8"},  # no rows, but maps in another type, which are bfloat16 else
     PROJECTIONS: {"maps": PROJECTIONS},  # nor here, but maps to what keys and values are made of
+    LONGER_TAIL: {"route": "none"},  # no fill, and a tail as long as costs what ridge does
 }
 """Name -> options of the backend, besides split and tail; of maps, their type, or what they predict."""
 CONTROLS = (RIDGE, "random", "tail")
@@ -139,6 +141,7 @@ def score_arms(
     `maps`: split -> those to layer inputs, and those to projections.
     """
     torch._dynamo.reset()
+    rows = windows[0].ids.shape[1] - 1
     forwards: dict[tuple[int, str], Forward] = {(0, CUT): without_the_rest(model, cut)}
     names = {(0, CUT): CUT}
     for at, (to_inputs, to_projections) in maps.items():
@@ -147,9 +150,10 @@ def score_arms(
         for arm, options in arms.items():
             kind = options.get("maps")
             each, stored = (to_projections, digests[1]) if kind == PROJECTIONS else (to_inputs, digests[0])
-            own = {**options, "maps": each.to(kind) if kind == "int8" else each}
+            told = {**options, "tail": longer_tail(model, each, rows, tail)} if arm == LONGER_TAIL else options
+            own = {**told, "maps": each.to(kind) if kind == "int8" else each}
             forwards[at, arm] = filling(model, {**base, **own})
-            names[at, arm] = f"{at}-{digest_of(stored, sorted(options.items()))}"
+            names[at, arm] = f"{at}-{digest_of(stored, sorted(told.items()))}"
     scores: dict[tuple[int, str], list[TokenScores]] = {key: [] for key in forwards}
     limit = torch._dynamo.config.patch(recompile_limit=len(forwards) + 8)  # each arm compiles the model once
     with limit, progress(f"exact and {len(forwards)} arms", len(windows)) as step:

@@ -49,7 +49,7 @@ class ChunkInputs:
     def names(self) -> list[str]:
         """Names of the inputs, in order."""
         measured = [measured_rows(count) for count in self.measured]
-        before = [BEFORE] if measured or self.scanned else []
+        before = [BEFORE] if measured or self.scanned or self.at_start else []
         return [EXACT, *measured, *before, *([SCANNED] if self.scanned else [])]
 
     def add(self, graph: Graph, emit: Emitter, device: torch.device) -> dict[str, Node]:
@@ -66,7 +66,8 @@ class ChunkInputs:
 
     def values(self, rows: ChunkRows, device: torch.device) -> list[Tensor]:
         """The inputs of one chunk."""
-        # A symbolic size is at least 2. What comes before the prompt is not filled by it.
+        # A symbolic size is at least 2. What comes before the prompt is not filled by it; and what has no row before it
+        # has no state to correct.
         before = [0] * (2 - len(rows.filled_before)) + list(map(int, rows.filled_before))
         known: dict[str, Sequence[int]] = {EXACT: rows.exact, BEFORE: before, SCANNED: range(rows.scanned)}
         for count in self.measured:

@@ -23,9 +23,9 @@ So both scans have the tiles that the one had, and nothing is computed twice, or
 of filled rows, those between P and N - T, are scanned after the correction: rho does not count them, and their own
 errors stay. (To make them exact instead would give a longer tail than asked for, and one of no fixed length.)
 
-Of a prompt in pieces the same is done in the chunk that the tail begins in. The state that it starts from counts as one
-filled row's if any row of the prompt before it is filled: what is not, a former turn's and the prompt's first rows, has
-had all the prefix to fade. A chunk that begins behind P corrects the state that it starts from.
+Of a prompt in pieces the same is done in the chunk that the tail begins in. How much each row before it still weighs is
+not known there: the state that it starts from counts as one row's, and as filled by the share of those rows that is. (A
+former turn's have had all the prefix to fade.) A chunk that begins behind P corrects the state that it starts from.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def _scan_in_two(
         call = {name: {**settings, **named}[name] for name in given}
         if end == AT_START:
             state = call["initial_state"]
-            share = begun(call["key"], more["valid"]).reshape(-1, *[1] * (state.dim() - 1))
+            share = begun(call["key"], more["valid"]) * filled_of(more["before"], call["key"])
+            share = share.reshape(-1, *[1] * (state.dim() - 1))
             call["initial_state"] = state + strength * share * difference
             outputs, final = known.op(*call.values())
             return outputs, final
@@ -196,7 +197,7 @@ def corrected_scan(
         boundary: P
         selected: see `correct_states`.
         valid: see `correct_states`.
-        before: see `correct_states`; with any row filled, the initial state counts as that of filled rows.
+        before: see `correct_states`; by the share of these that is filled, the initial state is that of filled rows.
     """
     apart = {name: value for name, value in call.items() if isinstance(value, Tensor) and name != "initial_state"}
     first = {**call, **{name: value[:, :boundary] for name, value in apart.items()}}
@@ -208,7 +209,7 @@ def corrected_scan(
     former = None
     if call["initial_state"] is not None:
         one = begun(call["key"], None if before is None else valid)
-        former = (one, torch.zeros_like(one) if before is None else one * (_on(before, one) != 0).any())
+        former = (one, one * filled_of(before, one))
     share = filled_share(first[decay], filled, present, former)
     while share.dim() < state.dim():
         share = share.unsqueeze(-1)
@@ -235,6 +236,11 @@ def rows_that_count(like: Tensor, selected: Tensor | None, valid: Tensor | None)
     if selected is None:
         return present, present
     return present.scatter(1, _on(selected, like).expand(batch, -1), 0.0), present
+
+
+def filled_of(before: Tensor | None, like: Tensor) -> Tensor | float:
+    """Which share of the prompt's rows before a chunk is filled; 0 of a prompt at once, which has none."""
+    return 0.0 if before is None else (_on(before, like) != 0).to(torch.float32).mean()
 
 
 def _on(value: Tensor, like: Tensor) -> Tensor:

@@ -115,6 +115,7 @@ def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: O
         graph_report.filled,
         partial(compile_chunk, module, options),
         partial(first_rows, options),
+        lambda: None if options.maps is None else load_maps(options.maps).tokens,
     )
 
 
@@ -138,7 +139,13 @@ def _lower(
     return for_each_model(compiled, module, inputs, options, graph_report) if graph_report.filled else compiled
 
 
-def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inputs: Sequence[Any]) -> Chunk:
+def compile_chunk(
+    module: GraphModule,
+    options: Options,
+    chunk: str | None,
+    inputs: Sequence[Any],
+    refusal: CannotFill | None = None,
+) -> Chunk:
     """The graph of a piece of a prompt, compiled when it is called.
 
     Args:
@@ -146,6 +153,7 @@ def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inpu
         options: the graph's.
         chunk: what is filled of the piece; None: nothing.
         inputs: the piece's own, of which the parameters are looked at.
+        refusal: why nothing is filled, if something could be.
     """
     rows = next(prompt_rows(module))
     graph_report = GraphReport(route=options.route, tail=0, chunk=True, reason="a chunk in the prompt's tail")
@@ -154,6 +162,8 @@ def compile_chunk(module: GraphModule, options: Options, chunk: str | None, inpu
     remember((x for x in inputs if isinstance(x, torch.nn.Parameter)), graph_report)
     lowered = module
     try:
+        if refusal is not None:
+            raise refusal
         if chunk is not None and options.route != "exact":
             lowered = fill_graph(module, inputs, options, graph_report, chunk)
             graph_report.filled = True

@@ -173,8 +173,13 @@ def evaluate(
     model_dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """What no fill, identity and ridge lose against the exact model on held-out text."""
+    """What no fill, identity and ridge lose against the exact model on held-out text.
+
+    Beside no fill there is the same with a tail so much longer that it costs what ridge does, in multiply-adds.
+    """
+    from ridgefill_compile.errors import CannotFill
     from ridgefill_compile.evaluate.arms import compare
+    from ridgefill_compile.evaluate.equal_cost import longer_tail
     from ridgefill_compile.evaluate.progress import progress
     from ridgefill_compile.evaluate.sources import folder_documents
     from ridgefill_compile.evaluate.tables import arm_table
@@ -189,12 +194,17 @@ def evaluate(
         held_out = windows_of(folder_documents(text), tokenizer, rows + 1, windows)
     else:
         held_out = split_texts().held_out(tokenizer, rows + 1, windows)
-    with progress("held-out text, exact and three arms", len(held_out)) as step:
-        figures = compare(loaded, found, held_out, tail, scored, step=step)
+    longer = None
+    with contextlib.suppress(CannotFill):  # the arm without a fill then says why there is none
+        longer = longer_tail(loaded, found, rows, tail)
+    with progress("held-out text, exact and every arm", len(held_out)) as step:
+        figures = compare(loaded, found, held_out, tail, scored, longer=longer, step=step)
     arms = {arm: each.to_dict() for arm, each in figures.items()}
     if not as_json:
         Console().print(arm_table(arms))
-    return {"split": found.split, "tail": tail, "rows": rows, "windows": windows, "arms": arms}
+    if longer is not None and not as_json:
+        Console().print(f"tail {tail}; of equal cost to ridge without a fill: {longer}", highlight=False)
+    return {"split": found.split, "tail": tail, "longer_tail": longer, "rows": rows, "windows": windows, "arms": arms}
 
 
 @app.command("inspect")

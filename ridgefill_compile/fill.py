@@ -120,16 +120,17 @@ def of_chunk(fill: Fill, chunk: str, options: Options) -> Fill:
     Raises:
         CannotFill: an option that needs the whole prompt.
     """
-    if fill.selectors or fill.correction.splice is not None:
+    if fill.correction.splice is not None:
         raise CannotFill(
-            "a prompt in pieces cannot have rows selected or states spliced: its last rows are not there yet",
-            hint="run the prompt at once, or without the options 'rows' and 'splice'",
+            "a prompt in pieces cannot have states spliced: a chunk before the tail has no exact ones",
+            hint="run the prompt at once, or without the option 'splice'",
         )
     if fill.route == "oracle":
         raise CannotFill(
             "a prompt in pieces cannot be filled with true layer inputs: a chunk before the tail has none",
             hint="run the prompt at once, or by another route",
         )
+    fill = replace(fill, selectors=())  # they have chosen: which rows stay exact is an input of the chunk's graph
     if chunk not in CORRECTED:
         fill = replace(fill, correction=Correction())
     if chunk not in CORRECTED or chunk == LENGTHS:

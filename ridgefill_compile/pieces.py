@@ -8,7 +8,8 @@ length is said once:
 
 or around a chunk loop of one's own. A chunk before the tail is filled whole, one in the tail runs exactly, and in one
 that the tail begins in, its rows of the tail are exact. A chunk that is filled whole has no true logits: they are NaN.
-Where maps do not predict the first rows of a sequence, those are exact, and so is the last one of their chunk.
+Where maps do not predict the first rows of a sequence, those are exact, and so is the last one of their chunk. So are
+rows that selectors keep, those that go by tokens and positions alone: `prompt_length(ids)` tells them the prompt's ids.
 
 Corrections are made once, in the chunk that the tail's first row is in: lengths are measured on the rows of the tail
 that it holds, and what earlier chunks filled is rescaled in the cache; states of recurrences are corrected where the
@@ -18,6 +19,7 @@ prefix ends. So each is what it is for a prompt at once, where that chunk holds 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,31 +36,41 @@ from ridgefill_compile.options import Options
 from ridgefill_compile.passes.chunk_inputs import ChunkInputs, ChunkRows
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.passes.rows import IntLike
-from ridgefill_compile.plan import prompt_rows
+from ridgefill_compile.plan import prompt_rows, token_ids
 from ridgefill_compile.prompt import HIDING
 from ridgefill_compile.recurrences.tiles import TILE
+from ridgefill_compile.rows_in_pieces import rows_to_keep
+from ridgefill_compile.selectors import parse_rows
+from ridgefill_compile.tokens import TokenTable
 
 Compiled = Callable[..., Any]
 
-PROMPT, WHOLE, BEGINNING = "prompt", "whole", "beginning"
-"""A whole prompt; and what is filled of a chunk: all of it, or the rows before the tail (None: nothing)."""
+PROMPT, WHOLE, BEGINNING, REFUSED = "prompt", "whole", "beginning", "refused"
+"""A whole prompt; and what is filled of a chunk: all of it, some rows before the tail, or none though some were wanted
+(None: none is wanted)."""
 CORRECTED = LENGTHS, STATES, STATES_AT_START = "lengths corrected", "states corrected", "states corrected at its start"
 """As BEGINNING, with corrections: of lengths alone, or of states, too, behind some rows of the chunk or before them."""
 
 
 @dataclass
 class PromptInPieces:
-    """A prompt of `rows` rows, of which the first `done` have run; `filled`: whether each of those was filled."""
+    """A prompt of `rows` rows, of which the first `done` have run.
+
+    Attributes:
+        ids: of the whole prompt, int64 [batch, rows], on the CPU, if they were said.
+        filled: of each row that has run, whether it was filled.
+    """
 
     rows: int
+    ids: torch.Tensor | None = None
     done: int = 0
     filled: list[bool] = field(default_factory=list)
 
-    def filled_rows(self, rows: int, tail: int) -> int:
-        """How many of the next `rows` are to be filled; they count as done from now on."""
-        before_tail = self.rows - tail - self.done
+    def filled_rows(self, rows: int, options: Options) -> int:
+        """How many of the next `rows` are before the tail, if it is worth filling these; all are done from now on."""
+        before_tail = self.rows - options.tail - self.done
         self.done += rows
-        return min(max(before_tail, 0), rows)
+        return min(max(before_tail, 0), rows) if self.rows - options.tail >= options.min_fill else 0
 
 
 _current: ContextVar[PromptInPieces | None] = ContextVar("ridgefill_prompt", default=None)
@@ -66,9 +78,11 @@ _current: ContextVar[PromptInPieces | None] = ContextVar("ridgefill_prompt", def
 
 @contextmanager
 def prompt_length(rows: Any) -> Iterator[None]:
-    """Inside, calls of a compiled model are chunks of one prompt of so many rows (padding included), in order.
+    """Inside, calls of a compiled model are chunks of one prompt of so many rows, in order.
 
-    Rows of former turns, which the cache holds already, do not count.
+    Args:
+        rows: of the prompt, padding included; or its ids, int64 [batch, rows], which selectors of tokens need. Rows of
+            former turns, which the cache holds already, do not count.
 
     Raises:
         OptionError: the length is no whole number above 0.
@@ -76,9 +90,14 @@ def prompt_length(rows: Any) -> Iterator[None]:
     Warns:
         RidgefillWarning: no chunk of a compiled model came by.
     """
-    if not isinstance(rows, int) or rows < 1:
+    ids = None
+    if isinstance(rows, torch.Tensor):
+        if rows.dim() != 2 or rows.is_floating_point():
+            raise OptionError(f"prompt_length needs ids [batch, rows], not {rows.dtype} {list(rows.shape)}")
+        ids, rows = rows.cpu(), rows.shape[1]
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise OptionError(f"prompt_length needs a whole number of rows, not {rows!r}")
-    prompt = PromptInPieces(rows)
+    prompt = PromptInPieces(rows, ids)
     before = _current.set(prompt)
     try:
         yield
@@ -157,8 +176,10 @@ class InPieces:
         compile_prompt: compiles it so, given a prompt's inputs.
         options: the backend's.
         filled: whether a whole prompt is filled, and so runs just its last `tail` rows exactly.
-        compile_chunk: what is filled of a chunk (None: nothing), and the chunk's inputs -> the graph compiled so.
+        compile_chunk: what is filled of a chunk (None: nothing), the chunk's inputs, and why it is not filled -> the
+            graph compiled so.
         first_rows: how many rows that begin a sequence stay exact.
+        tokens: the tokenizer's table, if the maps hold it.
     """
 
     def __init__(
@@ -168,14 +189,17 @@ class InPieces:
         compile_prompt: Callable[[Sequence[Any]], Compiled],
         options: Options,
         filled: bool,
-        compile_chunk: Callable[[str | None, Sequence[Any]], Chunk],
+        compile_chunk: Callable[[str | None, Sequence[Any], CannotFill | None], Chunk],
         first_rows: Callable[[], int],
+        tokens: Callable[[], TokenTable | None],
     ) -> None:
         self.options, self.tail, self.filled = options, options.tail, filled
-        self.compile_prompt, self.compile_chunk, self.first_rows = compile_prompt, compile_chunk, first_rows
+        self.compile_prompt, self.compile_chunk = compile_prompt, compile_chunk
+        self.first_rows, self.tokens, self.selectors = first_rows, tokens, parse_rows(options.rows)
         names = [node.name for node in inputs_of(module.graph)]
         given = [(place, name) for place, name in enumerate(names) if "_modules_" not in name and name[:7] != "l_self_"]
-        self.padding = [place for place, name in given if "attention_mask" in name]  # [batch, keys]
+        self.ids = [place for place, node in enumerate(inputs_of(module.graph)) if node in token_ids(module)]
+        self.masks_of_rows = [place for place, name in given if "attention_mask" in name]  # [batch, keys]
         self.masks = [place for place, name in given if "mask" in name]  # [batch, heads, rows, keys]
         self.sizes = Sizes(module)
         self.rows: IntLike = next(prompt_rows(module))
@@ -190,47 +214,102 @@ class InPieces:
             return self.run(PROMPT, inputs)[0]
         count = self.sizes.value(self.rows, inputs)
         done, before = prompt.done, tuple(prompt.filled)
-        filled = prompt.filled_rows(count, self.tail)
+        filled = prompt.filled_rows(count, self.options)
         tail_begins = filled < count and done + filled == prompt.rows - self.tail
         lengths, states = bool(measured_counts(self.options)), bool(self.options.state_correction)
         is_later = tail_begins and any(before) and (lengths or states)
-        if filled == (count - self.tail if self.filled else 0) and not is_later:
+        if filled == (count - self.tail if self.filled else 0) and not is_later and not (done and self.selectors):
             return self.run(PROMPT, inputs)[0]
-        first = self.first_exact(inputs, count, done, filled) if filled else 0
-        exact = [*range(first), *range(filled, count - 1)]
+        try:
+            kept = self.kept_rows(prompt, inputs, done, filled) if filled else set()
+        except CannotFill as refusal:
+            prompt.filled += [False] * count
+            return self.run(REFUSED, inputs, refusal=refusal)[0]
+        exact = sorted({*kept, *range(filled, count)} - {count - 1})
         # States end with a tile of the prompt, as if it had been run at once; nothing is shorter than two rows.
         scanned = min(max((prompt.rows - self.tail) // TILE * TILE - done, 0), filled)
         rows = ChunkRows(count, filled, exact, before, scanned)
         states = states and (scanned > 1 or any(before))
-        if tail_begins and (any(before) or first < filled) and (lengths or states):
+        if tail_begins and (any(before) or len(kept) < filled) and (lengths or states):
             kind: str | None = LENGTHS if not states else STATES if scanned > 1 else STATES_AT_START
-        elif first == filled:
+        elif len(kept) == filled:
             kind = None
         else:
             kind = BEGINNING if exact or filled < count else WHOLE
         result, is_filled = self.run(kind, inputs, rows)
-        end = filled if kind == WHOLE else min(filled, count - 1)  # of any other, the last row at least is exact
-        prompt.filled += [is_filled and first <= row < end for row in range(count)]
+        never = {*exact} if kind == WHOLE else {*exact, count - 1}  # of any other, the last row at least is exact
+        prompt.filled += [is_filled and row not in never for row in range(count)]
         return result
 
-    def first_exact(self, inputs: Sequence[Any], rows: int, done: int, filled: int) -> int:
-        """How many of a chunk's first rows stay exact, since some sequence of the batch begins there."""
+    def kept_rows(self, prompt: PromptInPieces, inputs: Sequence[Any], done: int, filled: int) -> set[int]:
+        """Which of a chunk's first `filled` rows, those before the tail, stay exact.
+
+        Raises:
+            CannotFill: selectors cannot choose them.
+        """
         wanted = self.first_rows()
-        if not wanted:
-            return 0  # without a look at the mask, which may lie on a device
-        padding = [inputs[place] for place in self.padding if _rank(inputs[place]) == 2]
-        if any(mask.shape[1] > done + rows for mask in padding):  # a former turn has begun it
-            return 0
-        hidden = [mask == 0 for mask in padding] or [
+        if not wanted and not self.selectors:
+            return set()  # without a look at the mask, which may lie on a device
+        padding, former = self.padding(inputs, prompt.done)
+        kept: set[int] = set()
+        if wanted and not former:
+            begins = 0 if padding is None else int(padding.max())
+            kept.update(range(done, begins + wanted))
+        if self.selectors:
+            self.check_ids(prompt, inputs, done)
+            kept |= rows_to_keep(
+                self.selectors,
+                prompt.rows,
+                self.tail,
+                first_rows=0 if former else wanted,
+                former=former,
+                padding=padding,
+                ids=prompt.ids,
+                tokens=self.tokens(),
+            )
+        return {row - done for row in kept if done <= row < done + filled}
+
+    def padding(self, inputs: Sequence[Any], done: int) -> tuple[torch.Tensor | None, int]:
+        """How many rows of padding each sequence begins with, int64 [batch] on the CPU, as far as the `done` rows tell
+        (None: nothing does); and how many rows of former turns there are.
+        """
+        masks = [inputs[place] for place in self.masks_of_rows if _rank(inputs[place]) == 2]
+        former = max((mask.shape[1] - done for mask in masks), default=0)
+        hidden = [mask[:, -done:] == 0 for mask in masks] or [
             _hidden_from_last(inputs[place]) for place in self.masks if _rank(inputs[place]) == 4
         ]
         # Of windows a last row sees the end alone, so the mask that shows most counts.
-        begins = min((int(each.long().cumprod(1).sum(1).max()) for each in hidden), default=0)
-        return min(max(begins + wanted - done, 0), filled)
+        begins = [each.long().cumprod(1).sum(1).cpu() for each in hidden]
+        return (functools.reduce(torch.minimum, begins) if begins else None), max(former, 0)
 
-    def run(self, kind: str | None, inputs: Sequence[Any], rows: ChunkRows | None = None) -> tuple[Any, bool]:
+    def check_ids(self, prompt: PromptInPieces, inputs: Sequence[Any], done: int) -> None:
+        """Whether a chunk's ids are those that the prompt was said to have.
+
+        Raises:
+            CannotFill: they are others.
+        """
+        if prompt.ids is None or not self.ids:
+            return
+        said = prompt.ids[:, done : prompt.done]
+        # Positions are looked up, too: the ids are one of the inputs that embeddings are looked up by.
+        for mine in (torch.atleast_2d(inputs[place].cpu()) for place in self.ids):
+            beams = max(len(mine) // len(said), 1)
+            if torch.equal(said.repeat_interleave(beams, 0), mine):
+                return
+        raise CannotFill(
+            f"the ids of rows {done} to {prompt.done - 1} are not those that prompt_length was given",
+            hint="give it the ids of the prompt that is run, [batch, rows], padding included",
+        )
+
+    def run(
+        self,
+        kind: str | None,
+        inputs: Sequence[Any],
+        rows: ChunkRows | None = None,
+        refusal: CannotFill | None = None,
+    ) -> tuple[Any, bool]:
         """A prompt, or a chunk, on the graph for its kind, which is compiled when the first one comes by; and whether
-        it was filled.
+        it was filled (`refusal`: why it is not, if it could be).
 
         Dynamo's guards were made before that. So sizes that this compilation relied on are looked at here.
         """
@@ -242,7 +321,7 @@ class InPieces:
             if kind == PROMPT:
                 self.graphs[kind] = Chunk(self.compile_prompt(inputs), self.sizes)
             else:
-                self.graphs[kind] = self.compile_chunk(kind, inputs)
+                self.graphs[kind] = self.compile_chunk(kind, inputs, refusal)
             new, known = self.sizes.guards()[before:], self.graphs[kind].sizes.places
             self.graphs[kind].guards = [guard for guard in new if guard.expr.free_symbols <= known.keys()]
         chunk = self.graphs[kind]

@@ -48,17 +48,20 @@ def plan(module: GraphModule, options: Options) -> Plan:
 
 def prompt_rows(module: GraphModule) -> Iterator[int | torch.SymInt]:
     """Row counts of what may be the prompt: ids [batch, rows] or [rows], or embeddings [batch, rows, hidden]."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in EMBEDDINGS:
-            value = _value(node.args[0] if node.args else node.kwargs.get("input"))
-            if value is not None and value.dim() in (1, 2):
-                yield value.shape[-1]
+    yield from (node.meta["example_value"].shape[-1] for node in token_ids(module))
     for node in module.graph.nodes:
         value = _value(node) if node.op == "placeholder" else None
         if value is None or isinstance(value, torch.nn.Parameter):
             continue
         if value.dim() == 3 and value.is_floating_point():
             yield value.shape[1]
+
+
+def token_ids(module: GraphModule) -> list[Node]:
+    """What may be the ids of the prompt, [batch, rows] or [rows]: what embeddings are looked up by."""
+    calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target in EMBEDDINGS]
+    looked_up = [node.args[0] if node.args else node.kwargs.get("input") for node in calls]
+    return [ids for ids in looked_up if (value := _value(ids)) is not None and value.dim() in (1, 2)]
 
 
 def _value(node: object) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,7 +37,11 @@ READERS = 64
 
 @runtime_checkable
 class Selector(Protocol):
-    """See the module: `share` of the prefix is kept, the rows that score highest."""
+    """See the module: `share` of the prefix is kept, the rows that score highest.
+
+    A selector whose scores come from ids, positions and padding alone may say so with `from_tokens = True`: then it
+    also selects rows of a prompt in pieces, whose end is not there yet.
+    """
 
     @property
     def share(self) -> float:
@@ -122,6 +126,7 @@ def last_rows(readers: int, before: int) -> tuple[int, int | None]:
 class Random:
     """The control to every other: as many rows, by a hash of seed and position."""
 
+    from_tokens: ClassVar[bool] = True
     share: float = 0.1
     seed: int = 0
 
@@ -143,6 +148,7 @@ def scrambled(number: Tensor, seed: int) -> Tensor:
 class LongerTail:
     """The control of equal cost: the last rows of the prefix, as if the tail were longer."""
 
+    from_tokens: ClassVar[bool] = True
     share: float = 0.1
 
     def scores(self, prompt: Prompt) -> Tensor:
@@ -159,6 +165,7 @@ class Protected:
     the prefix, since how many rows are computed must not depend on what the prompt says.
     """
 
+    from_tokens: ClassVar[bool] = True
     share: float = 0.1
 
     def scores(self, prompt: Prompt) -> Tensor:
@@ -173,6 +180,7 @@ class Protected:
 class Numbers:
     """Rows of numbers; what is left of the share goes to the last rows of the prefix."""
 
+    from_tokens: ClassVar[bool] = True
     share: float = 0.1
 
     def scores(self, prompt: Prompt) -> Tensor:
@@ -229,11 +237,16 @@ SELECTORS: dict[str, Callable[[float], Sequence[Selector]]] = {
 def parse_rows(spec: Any) -> tuple[Selector, ...]:
     """The selectors of option `rows`: a text such as `"pooled:0.05+attention:0.05"`, a selector, or several.
 
+    A share alone is of rows that `Pooled` chooses: of the selectors that read the question it finds as many needles as
+    any, and wins back most of the loss.
+
     Raises:
         OptionError: an unknown selector, or a share that is none.
     """
     if spec is None:
         return ()
+    if isinstance(spec, int | float) and not isinstance(spec, bool):
+        spec = Pooled(spec)
     found: list[Any] = list(spec) if isinstance(spec, list | tuple) else [spec]
     if isinstance(spec, str):
         found = [selector for part in spec.split("+") for selector in _parse_part(part.strip())]

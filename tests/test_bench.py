@@ -156,7 +156,7 @@ def test_an_arm_of_needles_is_a_name_or_rows():
 def test_selected_rows_are_scored_once(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(selected_rows, "SCORED", 24)
     windows = [Window(str(n), "prose", torch.randint(0, 64, (1, 321))) for n in range(3)]
-    arms = {name: selected_rows.ARMS[name] for name in ("ridge", "pooled", "random", "int8")}
+    arms = {name: selected_rows.ARMS[name] for name in ("ridge", "pooled", "random", "int8", "none_longer_tail")}
     maps = {split: (tiny_maps(split), tiny_maps(split)) for split in (1, 2)}
     arguments = (tiny_model(), maps, arms, windows, 32, 40, Kept(tmp_path))
     scores = selected_rows.score_arms(*arguments)

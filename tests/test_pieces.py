@@ -29,6 +29,11 @@ def compiled(model: PreTrainedModel, **options: Any) -> Any:
     return torch.compile(model, backend="ridgefill", options={**OPTIONS, **options})
 
 
+def llama() -> PreTrainedModel:
+    """Two late layers: the first one's input is exact."""
+    return FILLED["llama"].build(num_hidden_layers=4)
+
+
 def in_pieces(fast: Any, ids: torch.Tensor, cuts: Sequence[int], cache: Any = None) -> list[Any]:
     """Outputs of every chunk of a prompt."""
     outputs, at = [], 0
@@ -75,7 +80,7 @@ def test_pieces_fill_what_the_whole_prompt_fills(name: str) -> None:
 
 def test_chunks_differ_from_an_exact_prefill() -> None:
     """Late keys of the prefix are predicted; early ones, and all of the first late layer's, are exact."""
-    model = FILLED["llama"].build()
+    model = llama()
     ids = token_ids(rows=ROWS)
     exact, filled = states_of(at_once(model, ids)), states_of(in_pieces(compiled(model), ids, (50, 40, 30))[-1])
     for layer in range(3):
@@ -90,7 +95,7 @@ def test_chunks_differ_from_an_exact_prefill() -> None:
 )
 def test_first_rows_of_a_sequence_are_exact(cuts: Sequence[int], is_own_mask: bool) -> None:
     """Wherever the first chunk ends, and in the padded sequence, whose first rows are others."""
-    model, ids, begins = FILLED["llama"].build(), token_ids(rows=ROWS, batch=2), 6
+    model, ids, begins = llama(), token_ids(rows=ROWS, batch=2), 6
     mask = torch.ones_like(ids)
     mask[0, :begins] = 0
     exact = states_of(at_once(model, ids, attention_mask=mask))
@@ -112,7 +117,7 @@ def test_first_rows_of_a_sequence_are_exact(cuts: Sequence[int], is_own_mask: bo
             first = state[sequence, :, start : start + 3]
             assert worst([exact[name][sequence, :, start : start + 3]], [first]) < 1e-5
             assert worst([whole[name][sequence, :, start : start + 3]], [first]) < 1e-5
-        if int(name[0]) > 3:
+        if int(name[0]) > 2:
             assert worst([exact[name][:, :, 20:60]], [state[:, :, 20:60]]) > 1e-2
 
 
@@ -144,7 +149,7 @@ def test_lengths_are_corrected_as_at_once(name: str, options: dict[str, int], cu
 
 def test_inductor_takes_chunks() -> None:
     """Every kind of chunk's graph, corrected, and with first rows."""
-    model, ids = FILLED["llama"].build(num_hidden_layers=4), token_ids(rows=ROWS)
+    model, ids = llama(), token_ids(rows=ROWS)
     options = {"value_rescale": 8, "first_rows": 3}
     answers = [
         in_pieces(compiled(model, inner=inner, **options), ids, (50, 40, 30))[-1] for inner in ("eager", "inductor")
@@ -154,7 +159,7 @@ def test_inductor_takes_chunks() -> None:
 
 def test_a_chunk_of_one_row_counts() -> None:
     """It runs exactly wherever it lies, and the tail begins where it should; a correction that is due is warned of."""
-    model, ids, cuts = FILLED["llama"].build(), token_ids(rows=ROWS), (50, 45, 1, 1, 23)
+    model, ids, cuts = llama(), token_ids(rows=ROWS), (50, 45, 1, 1, 23)
     whole = states_of(at_once(compiled(model), ids))
     found = states_of(in_pieces(compiled(model), ids, cuts)[-1])
     rows = [row for row in range(ROWS) if row != 95]  # alone in its chunk, and so exact
@@ -168,7 +173,7 @@ def test_a_chunk_of_one_row_counts() -> None:
 def test_another_model_of_the_same_code_runs_chunks_exactly() -> None:
     """Its weights are not those that the maps were made for, and none of its rows is rescaled."""
     ids, cuts = token_ids(rows=ROWS), (50, 40, 30)
-    models = [FILLED["llama"].build(num_hidden_layers=4) for _ in range(2)]
+    models = [llama() for _ in range(2)]
     with torch.no_grad():
         models[1].model.layers[0].mlp.up_proj.weight.mul_(1.5)
     maps = random_maps(64, layers=4, splits=(2,), of=models[0])
@@ -183,7 +188,7 @@ def test_another_model_of_the_same_code_runs_chunks_exactly() -> None:
 
 def test_exact_rows_of_earlier_chunks_keep_their_length() -> None:
     """First rows, and the last one of their chunk; all others are as long as at once."""
-    model, ids, cuts = FILLED["llama"].build(), token_ids(rows=ROWS), (50, 40, 30)
+    model, ids, cuts = llama(), token_ids(rows=ROWS), (50, 40, 30)
     plain = states_of(in_pieces(compiled(model, first_rows=3), ids, cuts)[-1])
     found = states_of(in_pieces(compiled(model, first_rows=3, value_rescale=8), ids, cuts)[-1])
     ratio = (found["3.values"] / plain["3.values"]).mean((0, 1, 3))
@@ -196,7 +201,7 @@ def test_exact_rows_of_earlier_chunks_keep_their_length() -> None:
 
 def test_lengths_are_corrected_in_a_static_cache_and_behind_a_former_turn() -> None:
     """Rows of the former turn are left as they are."""
-    model, ids, former = FILLED["llama"].build(), token_ids(rows=ROWS), token_ids(rows=30, seed=3)
+    model, ids, former = llama(), token_ids(rows=ROWS), token_ids(rows=30, seed=3)
     outputs = []
     for cuts in ((ROWS,), (50, 40, 30)):
         for is_static in (False, True):
@@ -211,14 +216,14 @@ def test_lengths_are_corrected_in_a_static_cache_and_behind_a_former_turn() -> N
 
 def test_a_chunk_without_true_logits_has_none() -> None:
     """Logits of a chunk that is filled whole are NaN; those of later ones are numbers."""
-    outputs = in_pieces(compiled(FILLED["llama"].build()), token_ids(rows=ROWS), (50, 40, 30))
+    outputs = in_pieces(compiled(llama()), token_ids(rows=ROWS), (50, 40, 30))
     assert [bool(output.logits.isnan().all()) for output in outputs] == [True, True, False]
     assert not outputs[-1].logits.isnan().any()
 
 
 def test_static_cache() -> None:
     """Chunks write into a cache of fixed size."""
-    model = FILLED["llama"].build()
+    model = llama()
     ids = token_ids(rows=ROWS)
     caches = [StaticCache(config=model.config, max_cache_len=ROWS + 8) for _ in range(2)]
     whole = at_once(compiled(model), ids, past_key_values=caches[0])
@@ -229,7 +234,7 @@ def test_static_cache() -> None:
 @pytest.mark.filterwarnings("ignore::ridgefill_compile.RidgefillWarning")
 def test_generate_in_chunks() -> None:
     """`generate(prefill_chunk_size=)` in `prompt_length` gives the tokens of one filled prefill."""
-    model: Any = FILLED["llama"].build()
+    model: Any = llama()
     ids = token_ids(rows=ROWS)
     settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     torch._dynamo.reset()
@@ -244,7 +249,7 @@ def test_generate_in_chunks() -> None:
 
 def test_without_the_length_chunks_are_prompts() -> None:
     """Each chunk then keeps a tail of its own, as any prompt does."""
-    model = FILLED["llama"].build()
+    model = llama()
     fast = compiled(model)
     with torch.no_grad():
         first = fast(token_ids(rows=50), use_cache=True, logits_to_keep=1)
@@ -252,14 +257,14 @@ def test_without_the_length_chunks_are_prompts() -> None:
 
 
 def test_true_layer_inputs_need_the_whole_prompt() -> None:
-    model = FILLED["llama"].build()
+    model = llama()
     with pytest.raises(CannotFill, match="cannot be filled with true layer inputs"):
         in_pieces(compiled(model, route="oracle"), token_ids(rows=ROWS), (50, 40, 30))
 
 
 def test_selected_rows_need_the_whole_prompt() -> None:
     """Rows cannot be selected for a question that is not there yet: refused, and exact without `strict`."""
-    model = FILLED["llama"].build()
+    model = llama()
     with pytest.raises(CannotFill, match="in pieces"):
         in_pieces(compiled(model, rows="pooled:0.25"), token_ids(rows=ROWS), (50, 40, 30))
     fast = compiled(model, rows="pooled:0.25", strict=False)
@@ -277,7 +282,7 @@ def test_a_length_is_a_whole_number(rows: Any) -> None:
 
 def test_a_length_that_nobody_heard_is_told() -> None:
     """An uncompiled model takes no notice: a warning says so."""
-    model = FILLED["llama"].build()
+    model = llama()
     with pytest.warns(RidgefillWarning, match="ran in it"), prompt_length(ROWS):
         model(token_ids(rows=ROWS))
     assert ridgefill_compile.prompt_length is prompt_length

@@ -309,6 +309,7 @@ def test_counts_are_rounded_half_up(share: float, prefix: int, count: int) -> No
 def test_text_names_selectors() -> None:
     assert parse_rows(None) == ()
     assert parse_rows("pooled") == (Pooled(0.1),)
+    assert parse_rows(0.05) == (Pooled(0.05),)
     assert parse_rows("pooled:0.05+attention:0.2") == (Pooled(0.05), Attention(0.2))
     assert parse_rows(" mixed:0.1 + random:0.05:7 ") == (Pooled(0.05), Attention(0.05), Random(0.05, 7))
     assert parse_rows("question_blind:1e-2+tail:.5") == (QuestionBlind(0.01), LongerTail(0.5))
@@ -338,7 +339,8 @@ def test_text_names_selectors() -> None:
         ("pooled:0.6+random:0.6", "the shares of 'pooled:0.6.random:0.6' add up to more than 1"),
         (Random("half"), "a share is above 0 and at most 1, not 'half'"),  # type: ignore[arg-type]
         (Random(True), "a share is above 0 and at most 1, not True"),
-        (0.1, "must be text or selectors, not 0.1"),
+        (True, "must be text or selectors, not True"),
+        (1.5, r"a share is above 0 and at most 1, not 1\.5"),
         (["pooled:0.1"], "must be text or selectors, not 'pooled:0.1'"),
         ([Random(), None], "must be text or selectors, not None"),
         ([Random(0.7), Pooled(0.7)], "add up to more than 1"),

@@ -22,6 +22,8 @@ from ridgefill_compile.report import report
 ARMS = ("none", "identity", "ridge")
 CORRECTED = "ridge_corrected"
 """Ridge with the states of late recurrences corrected; an arm of maps that hold what to correct them by."""
+LONGER_TAIL = "none_longer_tail"
+"""No fill, and a tail as long as costs what ridge does."""
 SCORED = 256
 """Tokens scored at the end of a window."""
 
@@ -122,6 +124,7 @@ def compare(
     tail: int,
     scored: int = SCORED,
     *,
+    longer: int | None = None,
     inner: str = "eager",
     step: Callable[[], None] = lambda: None,
 ) -> dict[str, ArmSummary]:
@@ -133,6 +136,7 @@ def compare(
         windows: `[1, N+1]` token ids each; the first `N` are the prompt.
         tail: last rows that run every layer exactly.
         scored: tokens scored at the end of each window, at most `tail`.
+        longer: tail of the arm `LONGER_TAIL` (see `equal_cost`); None: there is no such arm.
         inner: see `arms_of`.
         step: called after every window.
 
@@ -140,6 +144,8 @@ def compare(
         RidgefillWarning: there is no arm "none", since this model has late layers whose prefix cannot be hidden.
     """
     arms = arms_of(model, maps, tail, inner)
+    if longer is not None:
+        arms |= {LONGER_TAIL: arms_of(model, maps, longer, inner, ["none"])["none"]}
     scores: dict[str, list[TokenScores]] = {arm: [] for arm in arms}
     for window in windows:
         try:

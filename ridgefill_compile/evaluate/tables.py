@@ -12,7 +12,13 @@ from rich.table import Table
 
 from ridgefill_compile.inspection import Inspection
 
-LABELS = {"none": "no fill", "identity": "identity", "ridge": "ridge", "ridge_corrected": "ridge, states corrected"}
+LABELS = {
+    "none": "no fill",
+    "none_longer_tail": "no fill, tail of equal cost",
+    "identity": "identity",
+    "ridge": "ridge",
+    "ridge_corrected": "ridge, states corrected",
+}
 
 
 def arm_table(arms: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -6,6 +6,7 @@ import torch
 from ridgefill_compile.errors import RidgefillError
 from ridgefill_compile.evaluate.arms import (
     ARMS,
+    LONGER_TAIL,
     arms_of,
     compare,
     last_logits,
@@ -14,9 +15,11 @@ from ridgefill_compile.evaluate.arms import (
     score_window,
     summarize,
 )
+from ridgefill_compile.evaluate.equal_cost import longer_tail
 from ridgefill_compile.evaluate.measures import TokenScores
 from ridgefill_compile.evaluate.texts import Window
 from ridgefill_compile.maps import RidgeMaps, SplitMaps
+from ridgefill_compile.report import report
 from tests.evaluate.tiny import LAYERS, WIDTH, tiny_maps, tiny_model
 
 ROWS, TAIL, SCORED = 320, 32, 24
@@ -38,6 +41,22 @@ def test_every_arm_is_compared_with_the_exact_model():
         told = summary.to_dict()
         assert told["delta_nll"][0] == summary.delta_nll.value
         assert len(told["kl_median"]) == 3
+
+
+def test_no_fill_may_have_the_longest_tail_that_costs_what_ridge_does():
+    """As the compiled graphs' own reports count it."""
+    model, ids = tiny_model(), windows(1)[0].ids[:, :-1]
+
+    def cost(arm, tail):
+        last_logits(arms_of(model, tiny_maps(), tail, arms=[arm])[arm], ids, SCORED)
+        return report(model).graphs[-1].multiply_adds_filled
+
+    longer = longer_tail(model, tiny_maps(), ROWS, TAIL)
+    assert TAIL < longer < ROWS
+    assert cost("none", longer) <= cost("ridge", TAIL) < cost("none", longer + 1)
+    figures = compare(tiny_model(), tiny_maps(), windows(2), TAIL, SCORED, longer=longer)
+    assert tuple(figures) == (*ARMS, LONGER_TAIL)
+    assert figures[LONGER_TAIL].delta_nll.value != figures["none"].delta_nll.value
 
 
 def test_the_oracle_loses_nothing():
