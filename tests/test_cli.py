@@ -101,7 +101,8 @@ def test_calibrate_then_evaluate_on_own_text(model, text, tmp_path):
     assert found.exit_code == 0, found.stderr
     told = json.loads(found.stdout)
     assert told["split"] == 2
-    assert told["arms"].keys() == {"none", "identity", "ridge"}
+    assert told["arms"].keys() == {"none", "none_longer_tail", "identity", "ridge"}
+    assert 32 < told["longer_tail"] < 400
 
 
 def test_calibrate_states_too_and_evaluate_with_them_corrected(tmp_path, text):
