@@ -1,7 +1,7 @@
 """Rows that are selected when the graph runs: taken out of a value, and put back into one.
 
 Plain functions of tensors, called by graphs as if they were ops. `index` holds positions, ascending: [count], the same
-ones in every sequence, or [batch, count].
+ones in every sequence, or [batch, count]. It may lie on another device: a model may be spread over several.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def take_rows(value: Tensor, index: Tensor, dim: int, batch: int | None = None) 
     `batch`: the dimension that counts sequences, where each has positions of its own. Of size 1, the value is the same
     for all of them; negative, it lacks the dimension, and gets it in front.
     """
+    index = index.to(value.device)
     if batch is None:
         return value.index_select(dim, index)
     while batch < 0:
@@ -29,6 +30,7 @@ def take_rows(value: Tensor, index: Tensor, dim: int, batch: int | None = None) 
 
 def put_rows(value: Tensor, index: Tensor, rows: Tensor, dim: int, batch: int | None = None) -> Tensor:
     """The value with rows at the positions of an index replaced: what `take_rows` takes, put back."""
+    index = index.to(value.device)
     if batch is None:
         return value.index_copy(dim, index, rows)
     return value.scatter(dim, _shown(index, list(rows.shape), dim, batch), rows)

@@ -17,7 +17,7 @@ from ridgefill_compile.cost import multiply_adds, values_of_sizes
 from ridgefill_compile.errors import CannotFill, MapsError, describe_node
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
-from ridgefill_compile.passes.attend import write_positions
+from ridgefill_compile.passes.attend import attend
 from ridgefill_compile.passes.attention_states import attention_states
 from ridgefill_compile.passes.calls import arguments, aten
 from ridgefill_compile.passes.correct import Correction
@@ -94,8 +94,7 @@ def fill_graph(
         graph_report.blocked = [describe_node(node) for node in blocked]
     run("cost", lambda: _count(graph_report, captured, result, fill.selectors))
     _count_layers(graph_report, located)
-    if fill.selectors or fill.first_rows:
-        result = run("attend", lambda: write_positions(result), before=result)
+    result = run("attend", lambda: attend(result), before=result)
     result = lowered(expand(result), run, options)
     if chunk is None and options.eliminate and options.route != "oracle" and options.splice is None:
         check_gain(graph_report, blocked)

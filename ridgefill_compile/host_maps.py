@@ -2,9 +2,11 @@
 
     weight = from_host(matrix of layer l in host memory, the same of layer l + 1, a row of layer l)
 
-On CUDA the copy of layer l + 1 is started on a stream of its own when layer l asks for its map, so at most two maps are
-on the device at a time. The row of layer l holds the call in its place: without it, nothing would keep a compiler from
-fetching every map first. On the CPU the matrix is copied when its layer runs, and dropped behind it.
+On CUDA the copy of layer l + 1 is started on a stream of its own when layer l asks for its map (the first is waited
+for). So at most two maps are on the device at a time, however far the host is ahead of it: their memory is the reading
+stream's, which frees it in the order in which it reads. The row of layer l holds the call in its place: without it,
+nothing would keep a compiler from fetching every map first. On the CPU the matrix is copied when its layer runs, and
+dropped behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _streams: dict[torch.device, Any] = {}
 _pinned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # stored tensor -> its copy in pinned memory, for all graphs
 
 
-@torch.library.custom_op("ridgefill::from_host", mutates_args=())
+# What was started for a later call is no part of a CUDA graph that is played again.
+@torch.library.custom_op("ridgefill::from_host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def from_host(stored: Tensor, ahead: Tensor, place: Tensor) -> Tensor:
     """A stored tensor where `place` is, in memory of its own.
 
@@ -37,7 +40,6 @@ def from_host(stored: Tensor, ahead: Tensor, place: Tensor) -> Tensor:
         _underway[_key(ahead, place.device)] = _started(ahead, place.device)
     now = torch.cuda.current_stream(place.device)
     now.wait_event(end)
-    arrived.record_stream(now)  # its memory is taken from the other stream's, and must outlive its use on this one
     return arrived
 
 
@@ -54,8 +56,10 @@ def _started(stored: Tensor, device: torch.device) -> tuple[Tensor, Any]:
     """A copy on its way, and the event that tells its end."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
+    copy = torch.empty_like(stored, device=device)
+    _streams[device].wait_stream(torch.cuda.current_stream(device))  # which may still read what this memory held
     with torch.cuda.stream(_streams[device]):
-        copy = stored.to(device, non_blocking=True)
+        copy.copy_(stored, non_blocking=True)
         end = torch.cuda.Event()
         end.record(_streams[device])
     return copy, end

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.nn.attention import SDPBackend
 from transformers import PreTrainedModel, StaticCache
 
 from ridgefill_compile import RidgefillWarning
 from ridgefill_compile.attention_at import attention_at
-from ridgefill_compile.passes.attend import write_positions
-from ridgefill_compile.passes.calls import CAUSAL_TAIL, aten, shape
+from ridgefill_compile.passes.attend import attend
+from ridgefill_compile.passes.calls import CAUSAL_TAIL, arguments, aten, shape
 from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.rows import plain
 from ridgefill_compile.passes.selected_rows import put_rows, take_rows
@@ -332,13 +333,38 @@ def test_padding_is_not_selected() -> None:
         assert index[1].min() < 12
 
 
+def test_grouped_heads_without_a_kernel_get_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs whose kernels take grouped heads without a mask alone."""
+    monkeypatch.setattr("ridgefill_compile.passes.attend.is_on_cpu", lambda node: False)
+    variants = variants_of("pooled:0.3", ways={"eliminated": ("identity", True)})
+    variants.run(built("llama"), *(call_of(token_ids(rows)) for rows in (40, 230)))
+    before = variants.narrowed["eliminated"]
+    grouped = [node for node in before.graph.nodes if CAUSAL_TAIL in node.meta and arguments(node)["enable_gqa"]]
+    assert grouped
+    asked: list[list[Tensor]] = []
+
+    def spelled_out(operands: list[Tensor], scale: float | None) -> int:
+        asked.append(operands)
+        return int(SDPBackend.MATH.value)
+
+    monkeypatch.setattr("ridgefill_compile.passes.attend.kernel_of", spelled_out)
+    after = attend(before)
+    verify(after, before, "attend")
+    assert asked[0][0].shape[1] > asked[0][1].shape[1]
+    masked = [node for node in after.graph.nodes if CAUSAL_TAIL in node.meta]
+    assert all(shape(arguments(node)["key"])[1] == shape(arguments(node)["query"])[1] for node in masked)
+    assert worst(expand(before)(*variants.inputs), expand(after)(*variants.inputs)) < CLOSE
+    monkeypatch.setattr("ridgefill_compile.passes.attend.kernel_of", lambda *_: SDPBackend.EFFICIENT_ATTENTION.value)
+    assert attend(before) is before
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_attention_of_scattered_rows_needs_no_keys_behind_them(batch: int) -> None:
     """On CPU an operator is given their positions; it computes what the mask says, at any length."""
     variants = variants_of("pooled:0.3", ways={"eliminated": ("identity", True)})
     variants.run(built("llama"), *(call_of(token_ids(rows, batch=batch)) for rows in (40, 230, 301)))
     before = variants.narrowed["eliminated"]
-    after = write_positions(before)
+    after = attend(before)
     verify(after, before, "attend")
     calls = [node for node in after.graph.nodes if node.target is torch.ops.ridgefill.attention_at.default]
     assert variants.located is not None
@@ -347,7 +373,7 @@ def test_attention_of_scattered_rows_needs_no_keys_behind_them(batch: int) -> No
     assert len(masked) == len(calls) + 1
     inputs = variants.inputs
     assert worst(expand(before)(*inputs), expand(after)(*inputs)) < CLOSE
-    assert write_positions(after) is after
+    assert attend(after) is after
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
