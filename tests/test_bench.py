@@ -157,16 +157,16 @@ def test_selected_rows_are_scored_once(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(selected_rows, "SCORED", 24)
     windows = [Window(str(n), "prose", torch.randint(0, 64, (1, 321))) for n in range(3)]
     arms = {name: selected_rows.ARMS[name] for name in ("ridge", "pooled", "random", "int8", "none_longer_tail")}
-    maps = {split: (tiny_maps(split), tiny_maps(split)) for split in (1, 2)}
+    maps = {2: (tiny_maps(2), tiny_maps(2))}
     arguments = (tiny_model(), maps, arms, windows, 32, 40, Kept(tmp_path))
     scores = selected_rows.score_arms(*arguments)
-    assert scores.keys() == {(0, "cut"), *((split, arm) for split in (1, 2) for arm in arms)}
+    assert scores.keys() == {(0, "cut"), *((2, arm) for arm in arms)}
     assert all(len(each) == 3 for each in scores.values())
     monkeypatch.setattr(selected_rows, "score_window", None)
     again = selected_rows.score_arms(*arguments)
     for key, each in scores.items():
         assert all(torch.equal(a.delta_nll, b.delta_nll) for a, b in zip(each, again[key], strict=True))
-    found = {str(split): selected_rows.figures(scores, split, tuple(arms)) for split in (1, 2)}
+    found = {"2": selected_rows.figures(scores, 2, tuple(arms))}
     pooled = found["2"]["pooled"]["novel"]
     difference = found["2"]["random"]["novel"]["delta_nll"][0] - pooled["delta_nll"][0]
     assert pooled["minus_random"][0] == pytest.approx(-difference)

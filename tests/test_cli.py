@@ -105,6 +105,7 @@ def test_calibrate_then_evaluate_on_own_text(model, text, tmp_path):
     assert 32 < told["longer_tail"] < 400
 
 
+@pytest.mark.heavy
 def test_calibrate_states_too_and_evaluate_with_them_corrected(tmp_path, text):
     """In one command, on texts of their own."""
     model, out = tmp_path / "hybrid", tmp_path / "maps"

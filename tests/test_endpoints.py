@@ -5,6 +5,7 @@ what routing defines. Compared on the results *and every state write*, in fp32.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +20,11 @@ from tests.decoders import CORE, EITHER, FILLED, RECURRENT, REFUSED, cache_of, t
 
 TOLERANCE = 1e-4  # fp32 rounding of these models is up to 2e-5
 CORE_FIRST = [pytest.param(name, marks=() if name in CORE else pytest.mark.heavy) for name in FILLED]
+
+
+def quick(names: Iterable[str], *each_time: str) -> list[Any]:
+    """Some anatomies, of which a few are tried each time; tests/zoo tries one length of each."""
+    return [pytest.param(name, marks=() if name in each_time else pytest.mark.heavy) for name in names]
 
 
 def padded(rows: int) -> dict[str, Any]:
@@ -42,7 +48,9 @@ def check(variants: Variants, prompts: int) -> None:
             assert worst(results["exact"], results["eliminated"]) > 100 * TOLERANCE, "the fill changed nothing"
 
 
-@pytest.mark.parametrize("name", [*CORE_FIRST, *RECURRENT])
+@pytest.mark.parametrize(
+    "name", quick({**FILLED, **RECURRENT}, "llama", "gemma2", "falcon", "gpt2", "mixtral", "mamba2")
+)
 def test_static_and_dynamic_lengths(name: str) -> None:
     variants = Variants()
     calls = [{"input_ids": token_ids(rows), "use_cache": True, "logits_to_keep": 2} for rows in (60, 45, 71)]
@@ -51,7 +59,7 @@ def test_static_and_dynamic_lengths(name: str) -> None:
     assert variants.compiled == 2  # one static, one for every other length
 
 
-@pytest.mark.parametrize("name", CORE_FIRST)
+@pytest.mark.parametrize("name", quick(FILLED, "llama", "gemma2", "falcon", "bloom", "gpt_neo"))
 def test_batch_with_left_padding(name: str) -> None:
     variants = Variants()
     variants.run(FILLED[name].build(), {**padded(50), "use_cache": True, "logits_to_keep": 2})

@@ -80,7 +80,7 @@ def keep(rows: Iterable[int]) -> These:
     [
         ((Random(0.25, 3),), (50, 40, 30)),
         ((Numbers(0.125), Random(0.125)), (48, 48, 24)),
-        ((Protected(0.25),), (7, 60, 53)),
+        pytest.param((Protected(0.25),), (7, 60, 53), marks=pytest.mark.heavy),
         pytest.param((LongerTail(0.25),), (50, 40, 30), marks=pytest.mark.heavy),
     ],
     ids=str,
@@ -169,6 +169,7 @@ def test_recurrences_take_selected_rows_in_pieces() -> None:
     assert worst([whole.logits], [last.logits]) < 1e-5
 
 
+@pytest.mark.heavy
 def test_inductor_takes_them() -> None:
     model, ids = llama(), prompt_of()
     options = {"rows": "numbers:0.25", "maps": with_table(), "route": "identity"}
@@ -204,9 +205,8 @@ class Unsaid:
         ("numbers:0.25", ROWS, "by its tokens, and they are not known"),
         ("numbers:0.25", prompt_of(2)[1:], "are not those that prompt_length was given"),
         (Attention(0.25), None, "cannot be selected by Attention"),
-        (Unsaid(), None, "cannot be selected by Unsaid"),
     ],
-    ids=["no ids", "other ids", "attention", "unsaid"],
+    ids=["no ids", "other ids", "attention"],
 )
 def test_rows_that_cannot_be_chosen_yet(spec: Any, said: Any, reason: str) -> None:
     """Refused, and exact without `strict`, with the reason in the report."""
@@ -218,6 +218,11 @@ def test_rows_that_cannot_be_chosen_yet(spec: Any, said: Any, reason: str) -> No
         last = pieces(compiled(model, strict=False, **options), ids, (50, 40, 30), said)
     assert worst([at_once(model, ids).logits], [last.logits]) < 1e-5
     assert any(graph.chunk and reason in graph.reason for graph in report(model).graphs)
+
+
+def test_a_selector_says_what_it_reads() -> None:
+    with pytest.raises(CannotFill, match="cannot be selected by Unsaid: it reads attention"):
+        rows_to_keep([Random(0.1), Unsaid()], ROWS, TAIL)
 
 
 def test_numbers_without_a_table() -> None:

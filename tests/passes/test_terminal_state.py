@@ -237,7 +237,7 @@ class TestModels:
     def test_rows_are_eliminated(self) -> None:
         """Routed and eliminated graphs agree, with any rows; and multiply-adds are those without a correction."""
         of, maps = model(), with_states()
-        for options, lengths in (({"rows": "random:0.25"}, (150,)), ({}, (150, 171))):
+        for options, lengths in (({"rows": "random:0.25"}, (150,)), ({}, (171,))):
             for rows in lengths:
                 runs = [
                     fast(of, maps, state_correction=1.0, eliminate=eliminated, **options)(
@@ -320,7 +320,7 @@ class TestPieces:
             (TILE, TILE + TAIL + 6),
             pytest.param((100, TILE + TAIL - 30), marks=pytest.mark.heavy),
             pytest.param((2 * TILE, TAIL + 6), marks=pytest.mark.heavy),  # the last tile ends with the first chunk
-            (2 * TILE + 10, TAIL - 4),  # the tail begins in the first chunk
+            pytest.param((2 * TILE + 10, TAIL - 4), marks=pytest.mark.heavy),  # the tail begins in the first chunk
             (TILE + 7, TILE - 7, TAIL + 6),
         ],
         ids=str,
@@ -334,7 +334,9 @@ class TestPieces:
         close(found.logits[:, -1], whole.logits[:, -1])
         assert worst([late_state(off)], [late_state(whole)]) > 1e-2
 
-    @pytest.mark.parametrize("cuts", [(100, TILE + TAIL - 30), (2 * TILE, TAIL + 6)], ids=str)
+    @pytest.mark.parametrize(
+        "cuts", [pytest.param((100, TILE + TAIL - 30), marks=pytest.mark.heavy), (2 * TILE, TAIL + 6)], ids=str
+    )
     def test_a_sequence_that_has_not_begun_has_no_state_to_correct(self, cuts: Sequence[int]) -> None:
         """Its prefix is padding alone."""
         of, ids = model(), token_ids(self.ROWS, batch=2)
@@ -365,6 +367,7 @@ class TestPieces:
             states.append(late_state({"past_key_values": cache}))
         assert torch.equal(states[0], states[1])
 
+    @pytest.mark.heavy
     def test_filled_rows_behind_the_last_tile_may_come_before(self) -> None:
         """In a chunk of their own: their share is corrected, too."""
         of = model()
