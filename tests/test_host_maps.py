@@ -30,8 +30,15 @@ def maps_of(model: Any) -> RidgeMaps:
     return random_maps(DecoderConfig.width, of=model)
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "inner"),
+    [
+        ("float32", "eager"),
+        ("bfloat16", "eager"),
+        ("int8", "inductor"),
+        pytest.param("float32", "inductor", marks=pytest.mark.heavy),
+    ],
+)
 def test_a_fill_with_streamed_maps_is_the_same(dtype: str, inner: str) -> None:
     model = plain()
     maps = maps_of(model).to(dtype)

@@ -209,6 +209,7 @@ def test_exact_rows_of_earlier_chunks_keep_their_length() -> None:
     assert abs(ratio[10] - 1) > 1e-3
 
 
+@pytest.mark.heavy
 def test_lengths_are_corrected_in_a_static_cache_and_behind_a_former_turn() -> None:
     """Rows of the former turn are left as they are."""
     model, ids, former = llama(), token_ids(rows=ROWS), token_ids(rows=30, seed=3)

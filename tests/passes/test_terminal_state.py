@@ -284,6 +284,7 @@ class TestModels:
         found = late_state(fast(of, maps, state_correction=1.0)(both, attention_mask=mask, **CALL))
         torch.testing.assert_close(found[:1], expected, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.heavy
     def test_a_second_turn_counts_the_first_as_one_row(self) -> None:
         """The state that a turn begins with has some weight, so a little less is added than in a first turn."""
         of, maps, ids = model(), with_states(torch.ones(4, 16, 16)), token_ids(170)
@@ -321,7 +322,7 @@ class TestPieces:
             pytest.param((100, TILE + TAIL - 30), marks=pytest.mark.heavy),
             pytest.param((2 * TILE, TAIL + 6), marks=pytest.mark.heavy),  # the last tile ends with the first chunk
             pytest.param((2 * TILE + 10, TAIL - 4), marks=pytest.mark.heavy),  # the tail begins in the first chunk
-            (TILE + 7, TILE - 7, TAIL + 6),
+            pytest.param((TILE + 7, TILE - 7, TAIL + 6), marks=pytest.mark.heavy),
         ],
         ids=str,
     )

@@ -154,6 +154,7 @@ def _model(modelling_file: types.ModuleType) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+@pytest.mark.heavy
 def test_one_graph_for_every_length(model):
     """The same logits and states as the loop's, padded on the left, without a graph break; decoding too."""
     done = {each.function: each.operator for each in substitute_recurrences(model)}

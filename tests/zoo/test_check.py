@@ -104,6 +104,7 @@ def test_a_type_that_cannot_be_built_is_a_finding() -> None:
     assert "not built: OptionError" in found.reason
 
 
+@pytest.mark.heavy
 def test_cost_of_sizes_that_depend_on_data() -> None:
     """Told by one prompt: X-MOD's adapters run on the rows of a language, and no rule narrows them."""
     found = check_type("xmod", quick=True)
