@@ -69,6 +69,7 @@ def test_scores_are_kept_for_what_they_depend_on(monkeypatch, tmp_path):
     assert [other.get(2, 0) for other in others] == [None] * 3
 
 
+@pytest.mark.heavy
 def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
     monkeypatch.setenv("RIDGEFILL_CACHE", str(tmp_path))
     model, maps = tiny_model(), [tiny_maps(1), tiny_maps(2)]

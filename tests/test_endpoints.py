@@ -48,9 +48,7 @@ def check(variants: Variants, prompts: int) -> None:
             assert worst(results["exact"], results["eliminated"]) > 100 * TOLERANCE, "the fill changed nothing"
 
 
-@pytest.mark.parametrize(
-    "name", quick({**FILLED, **RECURRENT}, "llama", "gemma2", "falcon", "gpt2", "mixtral", "mamba2")
-)
+@pytest.mark.parametrize("name", quick({**FILLED, **RECURRENT}, "llama", "gemma2", "gpt2", "mamba2"))
 def test_static_and_dynamic_lengths(name: str) -> None:
     variants = Variants()
     calls = [{"input_ids": token_ids(rows), "use_cache": True, "logits_to_keep": 2} for rows in (60, 45, 71)]

@@ -96,7 +96,7 @@ def test_chunks_differ_from_an_exact_prefill() -> None:
 @pytest.mark.parametrize(
     ("cuts", "is_own_mask"),
     [
-        ((50, 40, 30), False),
+        pytest.param((50, 40, 30), False, marks=pytest.mark.heavy),
         pytest.param((5, 3, 82, 30), False, marks=pytest.mark.heavy),
         pytest.param((100, 20), False, marks=pytest.mark.heavy),
         ((5, 3, 82, 30), True),
@@ -139,7 +139,7 @@ BOTH = {"value_rescale": 8, "key_rescale": 5}
     [
         *(("llama", BOTH, cuts) for cuts in [(48, 48, 24), (100, 20)]),
         *(pytest.param("llama", BOTH, cuts, marks=pytest.mark.heavy) for cuts in [(50, 40, 30), (60, 48, 12)]),
-        ("qwen3", {"key_rescale": 8}, (96, 24)),
+        pytest.param("qwen3", {"key_rescale": 8}, (96, 24), marks=pytest.mark.heavy),
         pytest.param("gemma2", {"value_rescale": 8}, (40, 72, 8), marks=pytest.mark.heavy),
         pytest.param("gemma2", BOTH, (100, 20), marks=pytest.mark.heavy),
     ],
@@ -167,6 +167,7 @@ def test_inductor_takes_chunks() -> None:
     assert worst([answers[0].logits], [answers[1].logits]) < 1e-4
 
 
+@pytest.mark.heavy
 def test_a_chunk_of_one_row_counts() -> None:
     """It runs exactly wherever it lies, and the tail begins where it should; a correction that is due is warned of."""
     model, ids, cuts = llama(), token_ids(rows=ROWS), (50, 45, 1, 1, 23)
@@ -180,6 +181,7 @@ def test_a_chunk_of_one_row_counts() -> None:
         in_pieces(compiled(model, value_rescale=8), ids, cuts)
 
 
+@pytest.mark.heavy
 def test_another_model_of_the_same_code_runs_chunks_exactly() -> None:
     """Its weights are not those that the maps were made for, and none of its rows is rescaled."""
     ids, cuts = token_ids(rows=ROWS), (50, 40, 30)

@@ -78,7 +78,7 @@ def keep(rows: Iterable[int]) -> These:
 @pytest.mark.parametrize(
     ("spec", "cuts"),
     [
-        ((Random(0.25, 3),), (50, 40, 30)),
+        pytest.param((Random(0.25, 3),), (50, 40, 30), marks=pytest.mark.heavy),
         ((Numbers(0.125), Random(0.125)), (48, 48, 24)),
         pytest.param((Protected(0.25),), (7, 60, 53), marks=pytest.mark.heavy),
         pytest.param((LongerTail(0.25),), (50, 40, 30), marks=pytest.mark.heavy),
@@ -99,6 +99,7 @@ def test_rows_are_those_of_the_prompt_at_once(spec: Any, cuts: Sequence[int]) ->
     assert max(worst([states[key]], [found[key]]) for key in states) < 1e-4
 
 
+@pytest.mark.heavy
 def test_one_sequence_keeps_what_it_keeps_at_once() -> None:
     """With the option's own text; the rest is filled."""
     model, ids, cuts = llama(), prompt_of(), (50, 40, 30)
@@ -149,6 +150,7 @@ def test_all_rows_are_the_exact_model() -> None:
     assert worst([exact.logits], [in_pieces(fast, ids, (50, 40, 30), caches[1])[-1].logits]) < 1e-5
 
 
+@pytest.mark.heavy
 def test_lengths_and_states_are_corrected_beside_selected_rows() -> None:
     """Exact rows of earlier chunks keep their lengths, as at once."""
     model, ids, cuts = llama(), prompt_of(), (48, 48, 24)

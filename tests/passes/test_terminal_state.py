@@ -335,9 +335,8 @@ class TestPieces:
         close(found.logits[:, -1], whole.logits[:, -1])
         assert worst([late_state(off)], [late_state(whole)]) > 1e-2
 
-    @pytest.mark.parametrize(
-        "cuts", [pytest.param((100, TILE + TAIL - 30), marks=pytest.mark.heavy), (2 * TILE, TAIL + 6)], ids=str
-    )
+    @pytest.mark.heavy
+    @pytest.mark.parametrize("cuts", [(100, TILE + TAIL - 30), (2 * TILE, TAIL + 6)], ids=str)
     def test_a_sequence_that_has_not_begun_has_no_state_to_correct(self, cuts: Sequence[int]) -> None:
         """Its prefix is padding alone."""
         of, ids = model(), token_ids(self.ROWS, batch=2)
@@ -432,6 +431,7 @@ def texts(count: int, seed: int) -> list[Tensor]:
 
 
 class TestCalibration:
+    @pytest.mark.heavy
     def test_the_mean_difference_brings_states_nearer(self) -> None:
         """On prompts that neither the maps nor the differences were calibrated on."""
         of = model()
