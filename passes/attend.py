@@ -51,7 +51,8 @@ def causal_mask(emit: Emitter, tail: CausalTail, index_of: Callable[[Node, IntLi
     if memo in emit.memo:
         return emit.memo[memo]
     place = {"device": value.device, "pin_memory": False}
-    behind = 0 if value.device.type == "cpu" or isinstance(keys, torch.SymInt) else -keys % ALIGNED
+    sizes_known = all(isinstance(size, int) for size in (*value.shape, keys, selected.count if selected else 0))
+    behind = -keys % ALIGNED if sizes_known and value.device.type != "cpu" else 0
     key_at = emit(aten.arange.default, emit.size(keys + behind), **place)
     if selected is None:
         first = emit.minus(emit.size(queries), last)

@@ -235,7 +235,7 @@ class InPieces:
         elif len(kept) == filled:
             kind = None
         else:
-            kind = BEGINNING if exact or filled < count else WHOLE
+            kind = BEGINNING if kept or filled < count else WHOLE
         result, is_filled = self.run(kind, inputs, rows)
         never = {*exact} if kind == WHOLE else {*exact, count - 1}  # of any other, the last row at least is exact
         prompt.filled += [is_filled and row not in never for row in range(count)]

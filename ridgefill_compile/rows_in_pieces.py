@@ -61,7 +61,7 @@ def rows_to_keep(
         prefix=rows - tail,
         first=former,
         device=torch.device("cpu"),
-        ids=None if ids is None else ids.expand(batch, -1),
+        ids=None if ids is None else ids.repeat_interleave(batch // len(ids), 0),  # as often as there are beams
         valid=valid,
         tokens=tokens,
     )

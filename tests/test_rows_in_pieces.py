@@ -222,6 +222,21 @@ def test_rows_that_cannot_be_chosen_yet(spec: Any, said: Any, reason: str) -> No
     assert any(graph.chunk and reason in graph.reason for graph in report(model).graphs)
 
 
+def test_beams_of_a_padded_batch_keep_what_their_prompt_keeps() -> None:
+    ids, padding = prompt_of(2), torch.tensor([10, 0])
+    alone = rows_to_keep([Numbers(0.25)], ROWS, TAIL, padding=padding, ids=ids, tokens=table())
+    beams = padding.repeat_interleave(2)
+    assert rows_to_keep([Numbers(0.25)], ROWS, TAIL, padding=beams, ids=ids, tokens=table()) == alone
+
+
+def test_a_last_row_alone_is_kept() -> None:
+    model, ids = llama(), prompt_of()
+    found = states_of(pieces(compiled(model, rows=keep([49]), min_fill=PREFIX), ids, (50, 40, 30)))
+    exact = states_of(at_once(model, ids))
+    assert worst([exact["2.keys"]], [found["2.keys"]]) < 1e-5
+    assert sum(graph.rows_filled for graph in report(model).graphs) == PREFIX - 1
+
+
 def test_a_selector_says_what_it_reads() -> None:
     with pytest.raises(CannotFill, match="cannot be selected by Unsaid: it reads attention"):
         rows_to_keep([Random(0.1), Unsaid()], ROWS, TAIL)

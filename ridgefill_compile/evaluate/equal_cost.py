@@ -13,8 +13,9 @@ from torch.fx import GraphModule
 from ridgefill_compile.apart import compile_apart
 from ridgefill_compile.capture import capture
 from ridgefill_compile.cost import multiply_adds
-from ridgefill_compile.errors import RidgefillError
+from ridgefill_compile.errors import CannotFill, RidgefillError
 from ridgefill_compile.maps import RidgeMaps
+from ridgefill_compile.options import Options
 from ridgefill_compile.passes.demand import analyse
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.locate import locate
@@ -37,7 +38,7 @@ def longer_tail(model: Any, maps: RidgeMaps, rows: int, tail: int) -> int:
         tail: of the fill, T; fewer than N.
 
     Raises:
-        CannotFill: late layers whose prefix cannot be hidden from the tail.
+        CannotFill: late layers whose prefix cannot be hidden from the tail, or no longer tail would leave rows to fill.
         RidgefillError: the model was not traced.
     """
     found: list[GraphModule] = []
@@ -60,6 +61,8 @@ def longer_tail(model: Any, maps: RidgeMaps, rows: int, tail: int) -> int:
         return int(multiply_adds(eliminate(routed, analyse(routed.graph)).graph))
 
     ridge = Fill("ridge", maps.split, tail, maps, first_rows=maps.first_rows, cut=maps.cut)
-    tails = range(tail, rows)
+    tails = range(tail, rows - Options.min_fill + 1)
+    if not tails:
+        raise CannotFill(f"a tail of more than {tail} of {rows} rows leaves too few to fill", hint="take longer texts")
     dearer = bisect.bisect_right(tails, cost(ridge), key=lambda longer: cost(Fill("none", maps.split, longer)))
     return tails[max(dearer - 1, 0)]
