@@ -198,7 +198,8 @@ class InPieces:
         self.first_rows, self.tokens, self.selectors = first_rows, tokens, parse_rows(options.rows)
         names = [node.name for node in inputs_of(module.graph)]
         given = [(place, name) for place, name in enumerate(names) if "_modules_" not in name and name[:7] != "l_self_"]
-        self.ids = [place for place, node in enumerate(inputs_of(module.graph)) if node in token_ids(module)]
+        looked_up = token_ids(module)
+        self.ids = [place for place, node in enumerate(inputs_of(module.graph)) if node in looked_up]
         self.masks_of_rows = [place for place, name in given if "attention_mask" in name]  # [batch, keys]
         self.masks = [place for place, name in given if "mask" in name]  # [batch, heads, rows, keys]
         self.sizes = Sizes(module)
