@@ -54,7 +54,7 @@ def test_a_filled_graph(model: Decoder) -> None:
     assert graph.ceiling_multiply_adds == graph.multiply_adds_exact / graph.multiply_adds_filled
     assert graph.ceiling_layer_passes == pytest.approx(1 / (1 / 3 + 2 / 3 * TAIL / LONG))
     assert list(graph.pass_seconds) == [
-        "capture", "locate", "check", "route", "unfuse", "demand", "eliminate", "cost",
+        "capture", "locate", "check", "route", "unfuse", "demand", "eliminate", "cost", "attend",
     ]  # fmt: skip
     assert all(seconds > 0 for seconds in graph.pass_seconds.values())
 
@@ -138,15 +138,18 @@ class TestDump:
         "04.unfuse.after",
         "05.eliminate.before",
         "06.eliminate.after",
+        "07.attend.before",
+        "08.attend.after",
     )
 
     def check(self, folder: Path) -> None:
         (graph,) = folder.iterdir()
         written = sorted(graph.iterdir())
         assert [file.name for file in written] == [f"{name}.txt" for name in self.FILES]
-        captured, before, routed, again, apart, joint, eliminated = (file.read_text() for file in written)
+        captured, before, routed, again, apart, joint, eliminated, *attend = (file.read_text() for file in written)
         assert before == captured
         assert again == apart == joint == routed  # its projections are apart already
+        assert attend == [eliminated] * 2  # on CPU, of a tail alone, its attention is as it should be
         assert "= aten.cat.default([slice_tensor, slice_tensor_1], 1)" in routed
         lines = {line.split(":", 1)[0]: line for line in routed.splitlines()}
         line = next(text for name, text in lines.items() if name.startswith("scaled_dot_product_attention_2"))
