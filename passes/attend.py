@@ -14,7 +14,7 @@ Calls are then written as their device runs them best:
 
 - On CPU, where a kernel works through all that a mask hides, those of selected rows become an operator that is given
   their positions, too (`ridgefill_compile/attention_at.py`). Elsewhere reading them would wait for the device.
-- Elsewhere a kernel may take grouped heads without a mask alone (torch 2.13 on most GPUs). With the mask, torch would
+- On CUDA a kernel may take grouped heads without a mask alone (torch 2.13 on most GPUs). With the mask, torch would
   spell scores out, `[B, H, rows, keys]` in float32; so each head gets the keys and values that it shares.
 """
 
@@ -71,8 +71,7 @@ def causal_mask(emit: Emitter, tail: CausalTail, index_of: Callable[[Node, IntLi
     mask = emit(aten.where.self, hidden, never, zero)
     if behind:
         # No slice, which Inductor would make anew without what is cut off.
-        sizes, strides = ([emit.size(x) for x in some] for some in (shape(mask)[:-1], mask.meta["val"].stride()))
-        mask = emit(aten.as_strided.default, mask, [*sizes, keys], strides)
+        mask = emit(aten.as_strided.default, mask, [*shape(mask)[:-1], keys], list(mask.meta["val"].stride()))
     emit.memo[memo] = mask
     if selected is not None:
         mask.meta[POSITIONS] = positions
@@ -83,14 +82,17 @@ def attend(module: GraphModule) -> GraphModule:
     """A copy whose attention under a mask made here is written as its device runs it best; the module itself if it is
     already.
     """
-    if not any(_is_scattered(node) or _is_spelled_out(node) for node in module.graph.nodes):
+    scattered = [node.name for node in module.graph.nodes if _is_scattered(node)]
+    spelled_out = [node.name for node in module.graph.nodes if _is_spelled_out(node)]
+    if not scattered and not spelled_out:
         return module
     result = copy_module(module)
     emit = Emitter(result.graph, fake_mode_of(result.graph))
     named = {node.name: node for node in result.graph.nodes}
-    for call in list(result.graph.nodes):
-        given = arguments(call) if call.target is ATTENTION else {}
-        if _is_scattered(call):
+    for name in scattered + spelled_out:
+        call = named[name]
+        given = arguments(call)
+        if name in scattered:
             operands = [given[name] for name in ("query", "key", "value", "attn_mask")]
             positions = named[given["attn_mask"].meta[POSITIONS]]
             with result.graph.inserting_before(call):
@@ -98,7 +100,7 @@ def attend(module: GraphModule) -> GraphModule:
                 new = emit(torch.ops.ridgefill.attention_at.default, *operands, *settings, like=call)
             call.replace_all_uses_with(new)
             result.graph.erase_node(call)
-        elif _is_spelled_out(call):
+        else:
             with result.graph.inserting_before(call):
                 groups = shape(given["query"])[1] // shape(given["key"])[1]
                 for name in ("key", "value"):
@@ -115,7 +117,7 @@ def _is_scattered(node: Node) -> bool:
         return False
     given = arguments(node)
     mask, query = given["attn_mask"], given["query"]
-    return is_on_cpu(query) and isinstance(mask, Node) and POSITIONS in mask.meta
+    return device_type(query) == "cpu" and isinstance(mask, Node) and POSITIONS in mask.meta
 
 
 def _is_masked_here(node: Node) -> bool:
@@ -123,21 +125,25 @@ def _is_masked_here(node: Node) -> bool:
 
 
 def _is_spelled_out(node: Node) -> bool:
-    """Whether a call of grouped heads, elsewhere than on CPU, is one that torch has no fused kernel for under the mask
-    that `causal_mask` made.
+    """Whether a call of grouped heads on CUDA is one that torch has no fused kernel for under the mask that
+    `causal_mask` made.
     """
     if not _is_masked_here(node):
         return False
     given = arguments(node)
     operands = [given[name] for name in ("query", "key", "value", "attn_mask")]
-    if not given.get("enable_gqa", False) or is_on_cpu(given["query"]):
+    if not given.get("enable_gqa", False) or device_type(given["query"]) != "cuda":
         return False
-    return kernel_of([operand.meta["val"] for operand in operands], given.get("scale")) == SDPBackend.MATH.value
+    try:
+        kernel = kernel_of([operand.meta["val"] for operand in operands], given.get("scale"))
+    except (RuntimeError, NotImplementedError, AssertionError):  # a torch without CUDA, say: it will not run there
+        return False
+    return kernel == SDPBackend.MATH.value
 
 
-def is_on_cpu(node: Node) -> bool:
-    """Where a value lies."""
-    return bool(node.meta["val"].device.type == "cpu")
+def device_type(node: Node) -> str:
+    """Of the device that a value lies on: "cpu", "cuda", .."""
+    return str(node.meta["val"].device.type)
 
 
 def kernel_of(operands: Sequence[Tensor], scale: float | None) -> int:

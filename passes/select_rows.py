@@ -21,7 +21,7 @@ from ridgefill_compile.passes.find_attention import ATTENTION, SpelledOut, spell
 from ridgefill_compile.passes.functionalize import COPIES
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
-from ridgefill_compile.passes.rows import same
+from ridgefill_compile.passes.rows import IntLike, same
 from ridgefill_compile.prompt import LayerAttention, Prompt, real_rows
 from ridgefill_compile.selectors import Selector, choose
 from ridgefill_compile.tokens import TokenTable
@@ -62,11 +62,15 @@ def select_rows(
     state = copies[located.layers[split].input]
     ids = _token_ids(located, copies)
     valid = valid_rows(emit)
-    early = _known_parts(copies, located, range(split if selectors or valid is None else 0))
-    telling = [] if valid is not None else _telling(early, _Parts(copies, located, split))
-    if telling is None:
-        _check_nothing_is_padded(emit, located, ids)
-    layers = early if selectors else []
+    early = _known_parts(copies, located, range(split))
+    telling: list[_Parts] | None = []
+    if valid is None or not _ends_with_the_rows(valid, located, early):
+        telling = _telling(early, _Parts(copies, located, split))
+        if telling is None and valid is None:
+            _check_nothing_is_padded(emit, located, ids)
+        if telling:
+            valid = None
+    layers = list(early) if selectors else []
     layers += [parts for parts in telling or () if parts not in layers]
     late = len(layers)
     if swept is not None:
@@ -123,6 +127,14 @@ def _has_sequences(state: Node, located: Located) -> bool:
     return False
 
 
+def _ends_with_the_rows(valid: Node, located: Located, early: Sequence[_Parts]) -> bool:
+    """Whether a padding mask's last columns are known to be the prompt's rows. It may be longer: models look it up by a
+    key's place, so what comes behind the last key is not read, as in one for all rows of a static cache.
+    """
+    length = shape(valid)[1]
+    return same(length, located.rows) or any(same(length, parts.keys) for parts in early if parts.grows)
+
+
 def _telling(early: Sequence[_Parts], own: _Parts) -> list[_Parts] | None:
     """The layers whose attention tells which rows are padding; None where no layer does.
 
@@ -131,7 +143,8 @@ def _telling(early: Sequence[_Parts], own: _Parts) -> list[_Parts] | None:
         own: the layer at the split, whose input is still exact. Its weights are not read: all rows would be computed.
     """
     if early:
-        return [parts for parts in early if parts.tells_padding]
+        told = {parts.seen_by: parts for parts in early if parts.tells_padding}  # many have one mask in common
+        return list(told.values())
     if own.is_known and "weights_of" not in own.nodes:
         return [own] if own.tells_padding else []
     return None
@@ -201,6 +214,25 @@ class _Parts:
     def tells_padding(self) -> bool:
         """Whether it says which keys its rows see."""
         return "mask" in self.nodes or "weights_of" in self.nodes
+
+    @property
+    def seen_by(self) -> tuple[Any, ...]:
+        """What says so, and of which columns."""
+        of_keys = self.nodes.get("columns", self.settings.get("columns"))
+        return (self.nodes.get("mask"), self.nodes.get("weights_of"), of_keys, self.settings["causal"])
+
+    @property
+    def keys(self) -> IntLike:
+        """How many there are, those of former turns among them."""
+        if "weights_of" in self.nodes:
+            weights, sinks = self.nodes["weights_of"], int(self.settings["sinks"])
+            return shape(weights)[-1] - sinks
+        return shape(self.nodes["key"])[-2]
+
+    @property
+    def grows(self) -> bool:
+        """Whether its keys are those of former turns, if there are any, and then the prompt's."""
+        return "columns" not in self.nodes
 
     @property
     def is_known(self) -> bool:

@@ -159,7 +159,7 @@ def _scan_in_two(
         call = {name: {**settings, **named}[name] for name in given}
         if end == AT_START:
             state = call["initial_state"]
-            share = begun(call["key"], more["valid"]) * filled_of(more["before"], call["key"])
+            share = begun(call["key"], more["valid"]) * filled_of(more["before"], call["key"], more["valid"])
             share = share.reshape(-1, *[1] * (state.dim() - 1))
             call["initial_state"] = state + strength * share * difference
             outputs, final = known.op(*call.values())
@@ -209,7 +209,7 @@ def corrected_scan(
     former = None
     if call["initial_state"] is not None:
         one = begun(call["key"], None if before is None else valid)
-        former = (one, one * filled_of(before, one))
+        former = (one, one * filled_of(before, call["key"], valid))
     share = filled_share(first[decay], filled, present, former)
     while share.dim() < state.dim():
         share = share.unsqueeze(-1)
@@ -238,9 +238,25 @@ def rows_that_count(like: Tensor, selected: Tensor | None, valid: Tensor | None)
     return present.scatter(1, _on(selected, like).expand(batch, -1), 0.0), present
 
 
-def filled_of(before: Tensor | None, like: Tensor) -> Tensor | float:
-    """Which share of the prompt's rows before a chunk is filled; 0 of a prompt at once, which has none."""
-    return 0.0 if before is None else (_on(before, like) != 0).to(torch.float32).mean()
+def filled_of(before: Tensor | None, like: Tensor, valid: Tensor | None) -> Tensor | float:
+    """Which share of each sequence's prompt rows before a chunk is filled, float32 [1 or B]; 0 of a prompt at once,
+    which has none.
+
+    Args:
+        before: see `correct_states`.
+        like: [B, N, ..], N the rows of the chunk.
+        valid: the padding mask [B, keys], of which the last N are the chunk's; rows of padding are not counted.
+    """
+    if before is None:
+        return 0.0
+    filled = (_on(before, like) != 0).to(torch.float32).unsqueeze(0)
+    if valid is None:
+        return filled.mean(1)
+    # `before` names two rows at least, the mask perhaps none: by index, since a slice would ask which is longer.
+    padded = torch.nn.functional.pad(_on(valid, like) != 0, (2, 0))
+    first = padded.shape[1] - like.shape[1] - filled.shape[1]
+    present = padded.index_select(1, torch.arange(filled.shape[1], device=like.device) + first).to(torch.float32)
+    return (present * filled).sum(1) / present.sum(1).clamp_min(1.0)
 
 
 def _on(value: Tensor, like: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What must hold after every pass. Raises on the first thing that does not.
 
 1. The graph is well formed, and every value is defined before it is read.
-2. Every call, run on its operands' fake values, gives the shape, dtype and device its `meta["val"]` claims.
+2. Every call, run on its operands' fake values, gives the shape, dtype and device its `meta["val"]` claims. One that
+   the graph before held, too, on the very same values, is not run again: what was true of it is.
 3. The results have the shapes and dtypes they had before the pass; the inputs are the same.
 4. No two results, and no result and input, share memory that did not before.
 5. No constant tensor has a dimension of as many entries as the prompt has rows, and no call adds a guard on sizes: the
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from ridgefill_compile.errors import RidgefillError, describe_node
@@ -39,7 +41,7 @@ def verify(after: GraphModule, before: GraphModule | None = None, name: str = "p
         after.graph.lint()
     except RuntimeError as error:
         raise BrokenPass(f"{name}: the graph is not well formed: {error}") from error
-    _check_values(after, name)
+    _check_values(after, name, set() if before is None else {_call(node) for node in before.graph.nodes})
     if before is not None:
         _check_signature(after, before, name)
         _check_aliases(after, before, name)
@@ -50,11 +52,17 @@ def _fail(name: str, what: str, node: Node) -> None:
     raise BrokenPass(f"{name}: {what}: {describe_node(node)}")
 
 
-def _check_values(module: GraphModule, name: str) -> None:
+def _call(node: Node) -> tuple[Any, ...]:
+    """What a node calls, with which fake values, and what it claims to give: equal for equal calls."""
+    arguments = map_arg((node.args, node.kwargs), lambda operand: f"value {id(operand.meta.get('val'))}")
+    return (node.target, repr(arguments), id(node.meta.get("val")))
+
+
+def _check_values(module: GraphModule, name: str, checked: set[tuple[Any, ...]]) -> None:
     emit = Emitter(module.graph, fake_mode_of(module.graph))
     guards = len(emit.guards())
     for node in module.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or ("val" in node.meta and _call(node) in checked):
             continue
         if hasattr(node.target, "_schema") and not node.target._schema.returns:
             continue  # an assertion: it has an effect and no value

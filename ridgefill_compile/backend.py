@@ -75,7 +75,7 @@ def _raise_when_called(error: RidgefillError) -> Compiled:
 def compile_graph(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     """Fill a graph, or compile it exactly and say why."""
     graph_report = GraphReport(route=options.route, tail=options.tail)
-    compiled_so_far = remember((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), graph_report)
+    compiled_so_far = remember(parameters_of(example_inputs), graph_report)
     graph_report.graph_break = graph_break(module)
     warn_of_limit(compiled_so_far)
     lowered = module
@@ -159,7 +159,7 @@ def compile_chunk(
     graph_report = GraphReport(route=options.route, tail=0, chunk=True, reason="a chunk in the prompt's tail")
     graph_report.rows = int(rows.node.hint) if isinstance(rows, torch.SymInt) else rows
     graph_report.dynamic = isinstance(rows, torch.SymInt)
-    remember((x for x in inputs if isinstance(x, torch.nn.Parameter)), graph_report)
+    remember(parameters_of(inputs), graph_report)
     lowered = module
     try:
         if refusal is not None:
@@ -177,7 +177,19 @@ def compile_chunk(
     compiled = _lower(lowered, values, module, inputs, options, graph_report)
     if graph_report.filled:
         return Chunk(compiled, Sizes(lowered), lambda: graph_report.rows_filled)
-    return Chunk(lambda *given: compiled(*given[: len(values)]), Sizes(module))
+    told = {graph_report.reason}
+
+    def refused(another: CannotFill, given: Sequence[Any]) -> None:
+        if another.reason not in told:
+            told.add(another.reason)
+            remember(parameters_of(given), _exactly(graph_report, another))
+
+    return Chunk(lambda *given: compiled(*given[: len(values)]), Sizes(module), refused=refused)
+
+
+def parameters_of(inputs: Sequence[Any]) -> list[torch.nn.Parameter]:
+    """The parameters among a graph's inputs."""
+    return [x for x in inputs if isinstance(x, torch.nn.Parameter)]
 
 
 def refuse(error: Exception, options: Options, graph_report: GraphReport) -> None:
@@ -186,7 +198,12 @@ def refuse(error: Exception, options: Options, graph_report: GraphReport) -> Non
     if options.strict:
         raise refusal from error
     graph_report.reason, graph_report.hint, graph_report.node = refusal.reason, refusal.hint, refusal.node
-    warnings.warn(f"prompt runs exactly, not filled: {refusal}", RidgefillWarning, stacklevel=3)
+    _warn(graph_report, refusal)
+
+
+def _warn(graph_report: GraphReport, refusal: CannotFill) -> None:
+    what = "a chunk of a prompt" if graph_report.chunk else "prompt"
+    warnings.warn(f"{what} runs exactly, not filled: {refusal}", RidgefillWarning, stacklevel=4)
 
 
 def for_each_model(
@@ -264,13 +281,14 @@ def _version(parameter: torch.Tensor) -> int:
 
 def _exactly(graph_report: GraphReport, refusal: CannotFill) -> GraphReport:
     """The report of a graph that another model's was compiled for, and the user's warning."""
-    warnings.warn(f"prompt runs exactly, not filled: {refusal}", RidgefillWarning, stacklevel=3)
+    _warn(graph_report, refusal)
     return GraphReport(
         reason=refusal.reason,
         hint=refusal.hint,
         route=graph_report.route,
         rows=graph_report.rows,
         dynamic=graph_report.dynamic,
+        chunk=graph_report.chunk,
     )
 
 

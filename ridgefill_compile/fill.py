@@ -22,16 +22,14 @@ from ridgefill_compile.passes.attention_states import attention_states
 from ridgefill_compile.passes.calls import arguments, aten
 from ridgefill_compile.passes.correct import Correction
 from ridgefill_compile.passes.cuts import cuts_of, widths_of
-from ridgefill_compile.passes.demand import Demands, analyse
-from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, locate
 from ridgefill_compile.passes.lower import lower
+from ridgefill_compile.passes.narrow import Narrowed, narrow
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.terminal_state import StateCorrection, late_scans
-from ridgefill_compile.passes.unfuse import unfuse
 from ridgefill_compile.pieces import CORRECTED, LENGTHS, WHOLE, further_inputs
 from ridgefill_compile.report import GraphReport
 from ridgefill_compile.runner import PassRunner
@@ -87,10 +85,9 @@ def fill_graph(
     routed = run("route", lambda: route(captured, located, fill), before=captured)
     result = routed
     if options.eliminate:
-        routed = run("unfuse", lambda: unfuse(routed), before=routed)
-        demands = run("demand", lambda: analyse(routed.graph))
-        result = run("eliminate", lambda: eliminate(routed, demands), before=routed)
-        blocked = blocked_nodes(routed, demands, located)
+        narrowed = narrow(routed, run)
+        result = narrowed.result
+        blocked = blocked_nodes(narrowed, located)
         graph_report.blocked = [describe_node(node) for node in blocked]
     run("cost", lambda: _count(graph_report, captured, result, fill.selectors))
     _count_layers(graph_report, located)
@@ -148,9 +145,7 @@ def _drop_unread_rows(
     Raises:
         CannotFill: every row is needed.
     """
-    unfused = run("unfuse", lambda: unfuse(captured), before=captured)
-    demands = run("demand", lambda: analyse(unfused.graph))
-    result = run("eliminate", lambda: eliminate(unfused, demands), before=unfused)
+    result = narrow(captured, run).result
     run("cost", lambda: _count(graph_report, captured, result))
     gain = graph_report.ceiling_multiply_adds
     if gain is None or gain <= 1.0:
@@ -310,14 +305,14 @@ def _load_maps(source: str, stamp: tuple[int, int] | None) -> RidgeMaps:
     return RidgeMaps.from_pretrained(source)
 
 
-def blocked_nodes(routed: GraphModule, demands: Demands, located: Located) -> list[Node]:
+def blocked_nodes(narrowed: Narrowed, located: Located) -> list[Node]:
     """Nodes that work on the prompt and run on all its rows, though only some are read: their op has no rule."""
-    tokens = next(node for node in routed.graph.nodes if node.name == located.tokens.name)
-    flow = {tokens}
-    for node in routed.graph.nodes:
+    graph = narrowed.whole.graph
+    flow = {next(node for node in graph.nodes if node.name == located.tokens.name)}
+    for node in graph.nodes:
         if any(operand in flow for operand in node.all_input_nodes):
             flow.add(node)
-    return [node for node in reversed(demands.blocked) if node in flow]
+    return [node for node in reversed(narrowed.demands.blocked) if node in flow]
 
 
 def check_gain(graph_report: GraphReport, blocked: list[Node]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-_underway: dict[tuple[int, torch.device], tuple[Tensor, Any]] = {}  # copies on their way, and when they end
+_underway: dict[tuple[int, torch.device], tuple[Tensor, Any, Any]] = {}  # copies on their way, their ends and readers
 _streams: dict[torch.device, Any] = {}
 _pinned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # stored tensor -> its copy in pinned memory, for all graphs
 
@@ -35,11 +35,13 @@ def from_host(stored: Tensor, ahead: Tensor, place: Tensor) -> Tensor:
     if place.device.type != "cuda":
         return stored.clone()
     key = _key(stored, place.device)
-    arrived, end = _underway.pop(key) if key in _underway else _started(stored, place.device)
+    arrived, end, reader = _underway.pop(key) if key in _underway else _started(stored, place.device)
     if _key(ahead, place.device) != key:
         _underway[_key(ahead, place.device)] = _started(ahead, place.device)
     now = torch.cuda.current_stream(place.device)
     now.wait_event(end)
+    if reader != now:  # a call that was broken off had asked for it
+        arrived.record_stream(now)
     return arrived
 
 
@@ -52,17 +54,18 @@ def _key(stored: Tensor, device: torch.device) -> tuple[int, torch.device]:
     return stored.data_ptr(), device
 
 
-def _started(stored: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-    """A copy on its way, and the event that tells its end."""
+def _started(stored: Tensor, device: torch.device) -> tuple[Tensor, Any, Any]:
+    """A copy on its way, the event that tells its end, and the stream that its memory is of."""
+    reader = torch.cuda.current_stream(device)
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     copy = torch.empty_like(stored, device=device)
-    _streams[device].wait_stream(torch.cuda.current_stream(device))  # which may still read what this memory held
+    _streams[device].wait_stream(reader)  # which may still read what this memory held
     with torch.cuda.stream(_streams[device]):
         copy.copy_(stored, non_blocking=True)
         end = torch.cuda.Event()
         end.record(_streams[device])
-    return copy, end
+    return copy, end, reader
 
 
 def in_host_memory(stored: Tensor, device: torch.device) -> Tensor:

@@ -22,14 +22,13 @@ from ridgefill_compile.cost import layer_pass_ceiling, multiply_adds, values_of_
 from ridgefill_compile.errors import CannotFill, OptionError, RidgefillError, describe_node
 from ridgefill_compile.fill import blocked_nodes
 from ridgefill_compile.passes.calls import aten, shape
-from ridgefill_compile.passes.demand import Demands, analyse
-from ridgefill_compile.passes.eliminate import eliminate
+from ridgefill_compile.passes.demand import analyse
 from ridgefill_compile.passes.emit import fake_mode_of
 from ridgefill_compile.passes.locate import Layer, Located, locate
+from ridgefill_compile.passes.narrow import Narrowed, narrow
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows, counts_rows
 from ridgefill_compile.passes.route import Fill, route
 from ridgefill_compile.passes.rows import EVERYTHING, NOTHING, Demand, Rows
-from ridgefill_compile.passes.unfuse import unfuse
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 
 
@@ -177,17 +176,15 @@ def _inspect(inspection: Inspection, module: GraphModule, split: int | None) -> 
     fill = Fill("ridge", inspection.split, inspection.tail, ShapeOnlyMaps(captured, located, inspection.split))
     check_wanted_rows(captured.graph, located, fill.tail)
     check_late_states(captured.graph, located, fill.split, fill.tail)
-    routed = unfuse(route(captured, located, fill))
-    demands = analyse(routed.graph)
-    result = eliminate(routed, demands)
-    inspection.blocked = [describe_node(node) for node in blocked_nodes(routed, demands, located)]
+    narrowed = narrow(route(captured, located, fill))
+    inspection.blocked = [describe_node(node) for node in blocked_nodes(narrowed, located)]
     sizes = values_of_sizes(captured.graph)
-    exact, filled = (int(multiply_adds(graph).subs(sizes)) for graph in (captured.graph, result.graph))
+    exact, filled = (int(multiply_adds(graph).subs(sizes)) for graph in (captured.graph, narrowed.result.graph))
     inspection.multiply_adds_exact, inspection.multiply_adds_filled = exact, filled
     inspection.ceiling_multiply_adds = exact / filled
     inspection.ceiling_layer_passes = layer_pass_ceiling(fill.split, layers, inspection.rows, fill.tail)
     inspection.late_layer = min(fill.split + 1, layers - 1)
-    inspection.values = _values(routed, located, inspection.late_layer, demands)
+    inspection.values = _values(narrowed, located, inspection.late_layer)
 
 
 class ShapeOnlyMaps:
@@ -271,14 +268,15 @@ def module_of(node: Node) -> str:
     return name.split("].", 1)[-1] if name.startswith("L[") else name
 
 
-def _values(routed: GraphModule, located: Located, layer: int, demands: Demands) -> list[ValueFacts]:
+def _values(narrowed: Narrowed, located: Located, layer: int) -> list[ValueFacts]:
     """The values of one late layer that depend on the prompt, in order."""
-    by_name = {node.name: node for node in routed.graph.nodes}
+    nodes = narrowed.whole.graph.nodes
+    by_name = {node.name: node for node in nodes}
     first = by_name[located.layers[layer].input.name]
     later = located.layers[layer + 1].input if layer + 1 < len(located.layers) else located.trunk[-1]
     last = by_name[later.name]
     mine = {first}
-    for node in routed.graph.nodes:
+    for node in nodes:
         if first < node <= last and any(operand in mine for operand in node.all_input_nodes):
             mine.add(node)
     return [
@@ -287,7 +285,7 @@ def _values(routed: GraphModule, located: Located, layer: int, demands: Demands)
             op=str(node.target).removesuffix(".default"),
             module=module_of(node),
             shape=[str(size) for size in node.meta["val"].shape],
-            rows=_rows(demands.on(node)),
+            rows=_rows(narrowed.demands.on(node)),
             reads=[operand.name for operand in node.all_input_nodes if operand in mine],
         )
         for node in sorted(mine)

@@ -36,7 +36,7 @@ from ridgefill_compile.options import Options
 from ridgefill_compile.passes.chunk_inputs import ChunkInputs, ChunkRows
 from ridgefill_compile.passes.emit import inputs_of
 from ridgefill_compile.passes.rows import IntLike
-from ridgefill_compile.plan import prompt_rows, token_ids
+from ridgefill_compile.plan import prompt_rows, sources_of_ids
 from ridgefill_compile.prompt import HIDING
 from ridgefill_compile.recurrences.tiles import TILE
 from ridgefill_compile.rows_in_pieces import rows_to_keep
@@ -59,12 +59,14 @@ class PromptInPieces:
     Attributes:
         ids: of the whole prompt, int64 [batch, rows], on the CPU, if they were said.
         filled: of each row that has run, whether it was filled.
+        former: rows of former turns, as the first mask told, and how long that one was; None: none was looked at.
     """
 
     rows: int
     ids: torch.Tensor | None = None
     done: int = 0
     filled: list[bool] = field(default_factory=list)
+    former: tuple[int, int] | None = None
 
     def filled_rows(self, rows: int, options: Options) -> int:
         """How many of the next `rows` are before the tail, if it is worth filling these; all are done from now on."""
@@ -158,12 +160,14 @@ class Chunk:
         run: the graph; it takes what `further_inputs` names behind the model's inputs.
         sizes: what its symbolic sizes are.
         rows_filled: how many rows it has filled so far: none where it runs exactly.
+        refused: tells why another chunk that could be filled runs on it exactly, given that chunk's inputs.
         guards: what must hold of the sizes.
     """
 
     run: Compiled
     sizes: Sizes
     rows_filled: Callable[[], int] = lambda: 0
+    refused: Callable[[CannotFill, Sequence[Any]], None] = lambda refusal, inputs: None
     guards: Sequence[Any] = ()
 
 
@@ -198,10 +202,11 @@ class InPieces:
         self.first_rows, self.tokens, self.selectors = first_rows, tokens, parse_rows(options.rows)
         names = [node.name for node in inputs_of(module.graph)]
         given = [(place, name) for place, name in enumerate(names) if "_modules_" not in name and name[:7] != "l_self_"]
-        looked_up = token_ids(module)
+        looked_up = sources_of_ids(module)
         self.ids = [place for place, node in enumerate(inputs_of(module.graph)) if node in looked_up]
         self.masks_of_rows = [place for place, name in given if "attention_mask" in name]  # [batch, keys]
         self.masks = [place for place, name in given if "mask" in name]  # [batch, heads, rows, keys]
+        self.others = [place for place, name in given if "mask" not in name]  # caches among them
         self.sizes = Sizes(module)
         self.rows: IntLike = next(prompt_rows(module))
         self.graphs: dict[str | None, Chunk] = {}
@@ -251,7 +256,7 @@ class InPieces:
         wanted = self.first_rows()
         if not wanted and not self.selectors:
             return set()  # without a look at the mask, which may lie on a device
-        padding, former = self.padding(inputs, prompt.done)
+        padding, former = self.padding(prompt, inputs)
         kept: set[int] = set()
         if wanted and not former:
             begins = 0 if padding is None else int(padding.max())
@@ -270,18 +275,31 @@ class InPieces:
             )
         return {row - done for row in kept if done <= row < done + filled}
 
-    def padding(self, inputs: Sequence[Any], done: int) -> tuple[torch.Tensor | None, int]:
-        """How many rows of padding each sequence begins with, int64 [batch] on the CPU, as far as the `done` rows tell
+    def padding(self, prompt: PromptInPieces, inputs: Sequence[Any]) -> tuple[torch.Tensor | None, int]:
+        """How many rows of padding each sequence begins with, int64 [batch] on the CPU, as far as rows until now tell
         (None: nothing does); and how many rows of former turns there are.
         """
         masks = [inputs[place] for place in self.masks_of_rows if _rank(inputs[place]) == 2]
-        former = max((mask.shape[1] - done for mask in masks), default=0)
-        hidden = [mask[:, -done:] == 0 for mask in masks] or [
+        former = max((self.former_rows(prompt, mask.shape[1], inputs) for mask in masks), default=0)
+        hidden = [mask[:, former : former + prompt.done] == 0 for mask in masks] or [
             _hidden_from_last(inputs[place]) for place in self.masks if _rank(inputs[place]) == 4
         ]
         # Of windows a last row sees the end alone, so the mask that shows most counts.
         begins = [each.long().cumprod(1).sum(1).cpu() for each in hidden]
-        return (functools.reduce(torch.minimum, begins) if begins else None), max(former, 0)
+        return (functools.reduce(torch.minimum, begins) if begins else None), former
+
+    def former_rows(self, prompt: PromptInPieces, length: int, inputs: Sequence[Any]) -> int:
+        """How many rows of former turns a padding mask of some length counts.
+
+        What it is longer than the rows until now are theirs; or those that are still to come, where a loop hands every
+        chunk the mask of the whole prompt, or of all rows of a static cache.
+        """
+        caches = [inputs[place].shape[2] for place in self.others if _rank(inputs[place]) == 4]
+        former = length - prompt.done if caches and length not in caches else 0
+        if prompt.former is not None and prompt.former[1] == length:
+            former = prompt.former[0]
+        prompt.former = prompt.former or (former, length)
+        return max(former, 0)
 
     def check_ids(self, prompt: PromptInPieces, inputs: Sequence[Any], done: int) -> None:
         """Whether a chunk's ids are those that the prompt was said to have.
@@ -292,13 +310,13 @@ class InPieces:
         if prompt.ids is None or not self.ids:
             return
         said = prompt.ids[:, done : prompt.done]
-        # Positions are looked up, too: the ids are one of the inputs that embeddings are looked up by.
+        # Positions are looked up, too: the ids are one of the inputs that lookups come from.
         for mine in (torch.atleast_2d(inputs[place].cpu()) for place in self.ids):
             beams = max(len(mine) // len(said), 1)
             if torch.equal(said.repeat_interleave(beams, 0), mine):
                 return
         raise CannotFill(
-            f"the ids of rows {done} to {prompt.done - 1} are not those that prompt_length was given",
+            "the ids of a chunk are not those that prompt_length was given",
             hint="give it the ids of the prompt that is run, [batch, rows], padding included",
         )
 
@@ -325,6 +343,8 @@ class InPieces:
                 self.graphs[kind] = self.compile_chunk(kind, inputs, refusal)
             new, known = self.sizes.guards()[before:], self.graphs[kind].sizes.places
             self.graphs[kind].guards = [guard for guard in new if guard.expr.free_symbols <= known.keys()]
+        elif refusal is not None:
+            self.graphs[kind].refused(refusal, inputs)
         chunk = self.graphs[kind]
         if not all(chunk.sizes.holds(guard.expr, inputs) for guard in chunk.guards):
             raise CannotFill(

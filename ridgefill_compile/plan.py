@@ -64,6 +64,21 @@ def token_ids(module: GraphModule) -> list[Node]:
     return [ids for ids in looked_up if (value := _value(ids)) is not None and value.dim() in (1, 2)]
 
 
+def sources_of_ids(module: GraphModule) -> set[Node]:
+    """Inputs that may hold the prompt's ids: those of whole numbers that lookups come from, by views or changed."""
+    seen: set[Node] = set()
+    found = token_ids(module)
+    while found:
+        node = found.pop()
+        seen.add(node)
+        found += [source for source in node.all_input_nodes if source not in seen]
+    return {node for node in seen if node.op == "placeholder" and _is_whole_numbers(_value(node))}
+
+
+def _is_whole_numbers(value: torch.Tensor | None) -> bool:
+    return value is not None and value.dtype in (torch.int64, torch.int32) and value.dim() in (1, 2)
+
+
 def _value(node: object) -> torch.Tensor | None:
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None

@@ -19,6 +19,8 @@ STUDIED_LAYERS = (3, 7, 11, 15)
 """Of the layers below the split, those whose attention the reference study sums (paper, table 5)."""
 
 
+NO_TOKENS = "rows are to be selected by their tokens, and the model was given none"
+
 HIDING = 5e3
 """How much lower than another a score's bias is that hides it: masks take 1e4, 1e9, or the lowest number there is."""
 
@@ -148,9 +150,7 @@ class Prompt:
             CannotFill: the model was given embeddings, or the maps know no tokenizer.
         """
         if self.ids is None:
-            raise CannotFill(
-                "rows are to be selected by their tokens, and the model was given none", hint="pass input_ids"
-            )
+            raise CannotFill(NO_TOKENS, hint="pass input_ids")
         if self.tokens is None:
             raise CannotFill(
                 "rows are to be selected by their tokens, and the maps hold no table of them",

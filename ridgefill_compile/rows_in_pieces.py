@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ridgefill_compile.errors import CannotFill
-from ridgefill_compile.prompt import Prompt
+from ridgefill_compile.prompt import NO_TOKENS, Prompt
 from ridgefill_compile.selectors import Selector, choose
 from ridgefill_compile.tokens import TokenTable
 
@@ -68,7 +68,7 @@ def rows_to_keep(
     try:
         return set(choose(prompt, selectors, first_rows).unique().tolist())
     except CannotFill as refusal:
-        if ids is not None:
+        if refusal.reason != NO_TOKENS:
             raise
         raise CannotFill(
             "the rows of a prompt in pieces are to be selected by its tokens, and they are not known",

@@ -287,7 +287,7 @@ def choose(prompt: Prompt, selectors: Sequence[Selector], first_rows: int = 0) -
         taken = taken.scatter(1, parts[0], True)
     share, rest = 0.0, prompt.prefix - first_rows
     for selector in selectors:
-        scores = selector.scores(prompt).double().nan_to_num(-1e299, neginf=-1e299)
+        scores = scores_of(selector, prompt)
         if prompt.valid is not None:
             scores = scores.masked_fill(invalid, -1e300)  # before rows that are taken: a row is kept once
         scores = scores.masked_fill(taken, -torch.inf)
@@ -297,6 +297,24 @@ def choose(prompt: Prompt, selectors: Sequence[Selector], first_rows: int = 0) -
         taken = taken.scatter(1, part, True)
         parts.append(part)
     return torch.cat(parts, -1).sort(-1).values
+
+
+def scores_of(selector: Selector, prompt: Prompt) -> Tensor:
+    """A selector's scores, float64 [batch, prefix], finite.
+
+    Raises:
+        CannotFill: it needs what is not there, raises anything, or gives another shape.
+    """
+    try:
+        scores = selector.scores(prompt).double().nan_to_num(-1e299, neginf=-1e299)
+        return scores.expand(prompt.batch, prompt.prefix)
+    except CannotFill:
+        raise
+    except Exception as error:
+        raise CannotFill(
+            f"rows could not be selected by {type(selector).__name__}: {type(error).__name__}: {error}",
+            hint="its scores(prompt) must give a tensor [batch, prefix], in operations that torch.compile can trace",
+        ) from error
 
 
 def first_of(prompt: Prompt, count: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from ridgefill_compile import CannotFill, OptionError, RidgefillWarning, RidgeMaps, prompt_length, report
 from ridgefill_compile.prompt import Prompt
@@ -16,7 +17,7 @@ from ridgefill_compile.recurrences.substitute import substitute_recurrences
 from ridgefill_compile.rows_in_pieces import rows_to_keep
 from ridgefill_compile.selectors import Attention, LongerTail, Numbers, Protected, Random, choose
 from ridgefill_compile.zoo.calling import worst
-from tests.decoders import RECURRENT, cache_of, states_of, token_ids
+from tests.decoders import FILLED, RECURRENT, cache_of, states_of, token_ids
 from tests.test_pieces import ROWS, TAIL, at_once, compiled, in_pieces, llama
 from tests.test_token_rows import table
 from tests.toys import random_maps
@@ -220,6 +221,81 @@ def test_rows_that_cannot_be_chosen_yet(spec: Any, said: Any, reason: str) -> No
         last = pieces(compiled(model, strict=False, **options), ids, (50, 40, 30), said)
     assert worst([at_once(model, ids).logits], [last.logits]) < 1e-5
     assert any(graph.chunk and reason in graph.reason for graph in report(model).graphs)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A selector of one's own that raises."""
+
+    from_tokens: ClassVar[bool] = True
+    share: float = 0.25
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        raise KeyError("lost")
+
+
+def test_another_reason_is_told_too() -> None:
+    """Once a graph of Dynamo's: ids that are others in the first prompt, in the second ones that nobody said."""
+    model, ids = llama(), prompt_of()
+    fast = compiled(model, rows="numbers:0.25", maps=with_table(), route="identity", strict=False)
+    with pytest.warns(RidgefillWarning, match="a chunk of a prompt runs exactly, not filled: the ids of a"):
+        pieces(fast, ids, (40, 40, 40), prompt_of(2)[1:])
+    with pytest.warns(RidgefillWarning, match="by its tokens, and they are not known"):
+        pieces(fast, ids, (40, 40, 40), ROWS)
+    told = [graph.reason for graph in report(model).graphs if graph.chunk and not graph.filled]
+    for what in ("are not those that prompt", "and they are not known"):
+        assert any(what in reason for reason in told)
+    pieces(fast, ids, (40, 40, 40), ROWS)
+    assert len(told) == sum(graph.chunk and not graph.filled for graph in report(model).graphs)
+
+
+@pytest.mark.parametrize("cuts", [(50, 40, 30), (ROWS,)], ids=str)
+def test_a_selector_that_fails_is_named(cuts: Sequence[int]) -> None:
+    model, ids = llama(), prompt_of()
+    with pytest.raises(CannotFill, match="could not be selected by Broken: KeyError: 'lost'"):
+        pieces(compiled(model, rows=(Broken(),)), ids, cuts)
+    with pytest.warns(RidgefillWarning, match="by Broken"):
+        last = pieces(compiled(model, rows=(Broken(),), strict=False), ids, cuts)
+    assert worst([at_once(model, ids).logits], [last.logits]) < 1e-5
+
+
+def test_ids_that_are_looked_up_as_a_view_are_known() -> None:
+    """Beside positions that are an input, too."""
+    model, ids, done = FILLED["gpt2"].build(), prompt_of(), 0
+    fast, given = compiled(model, rows="numbers:0.25", maps=with_table(), route="identity"), dict[str, Any]()
+    with torch.no_grad(), prompt_length(ids), torch._dynamo.config.patch(recompile_limit=64):
+        for rows in (50, 40, 30):
+            done += rows
+            place = torch.arange(done - rows, done).unsqueeze(0)
+            output = fast(ids[:, done - rows : done], position_ids=place, use_cache=True, logits_to_keep=1, **given)
+            given = {"past_key_values": cache_of(output)}
+    chosen = set(
+        choose(Prompt(1, ROWS, PREFIX, torch.device("cpu"), ids=ids, tokens=table()), [Numbers(0.25)])[0].tolist()
+    )
+    whole = at_once(compiled(model, rows=keep(chosen | {49, 89})), ids)
+    assert worst([whole.logits], [output.logits]) < 1e-5
+    assert any(graph.chunk and graph.filled for graph in report(model).graphs)
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["growing cache", "static cache"])
+def test_every_chunk_may_be_given_the_mask_of_the_whole_prompt(is_static: bool) -> None:
+    """What is still to come is no former turn: first rows are kept behind the padding, and the same are selected."""
+    model, ids = llama(), prompt_of(2)
+    mask = (torch.arange(ROWS) >= torch.tensor([10, 0]).unsqueeze(1)).long()
+    states = []
+    for is_whole in (False, True):
+        fast, done = compiled(model, rows="random:0.25", first_rows=4), 0
+        static = StaticCache(config=model.config, max_cache_len=ROWS)
+        given: dict[str, Any] = {"past_key_values": static} if is_static else {}
+        with torch.no_grad(), prompt_length(ROWS), torch._dynamo.config.patch(recompile_limit=64):
+            for rows in (50, 40, 30):
+                done += rows
+                call = {**given, "attention_mask": mask if is_whole else mask[:, :done]}
+                output = fast(ids[:, done - rows : done], use_cache=True, logits_to_keep=1, **call)
+                given = {"past_key_values": cache_of(output)}
+        states.append(states_of(output))
+    assert max(worst([states[0][key]], [states[1][key]]) for key in states[0]) < 1e-5
+    assert any(graph.chunk and graph.filled for graph in report(model).graphs)
 
 
 def test_beams_of_a_padded_batch_keep_what_their_prompt_keeps() -> None:

@@ -154,7 +154,8 @@ def compare(
             if "none" not in arms or "'none'" not in refusal.reason:
                 raise
             warnings.warn(f"there is no arm without a fill: {refusal}", RidgefillWarning, stacklevel=2)
-            del arms["none"], scores["none"]
+            for arm in {"none", LONGER_TAIL} & arms.keys():
+                del arms[arm], scores[arm]
             found = score_window(model, arms, window.ids, scored)
         for arm, each in found.items():
             scores[arm].append(each)

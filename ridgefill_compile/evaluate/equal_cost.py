@@ -16,11 +16,9 @@ from ridgefill_compile.cost import multiply_adds
 from ridgefill_compile.errors import CannotFill, RidgefillError
 from ridgefill_compile.maps import RidgeMaps
 from ridgefill_compile.options import Options
-from ridgefill_compile.passes.demand import analyse
-from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.locate import locate
+from ridgefill_compile.passes.narrow import narrow
 from ridgefill_compile.passes.route import Fill, route
-from ridgefill_compile.passes.unfuse import unfuse
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 
 
@@ -43,8 +41,13 @@ def longer_tail(model: Any, maps: RidgeMaps, rows: int, tail: int) -> int:
     """
     found: list[GraphModule] = []
 
+    refusals: list[RidgefillError] = []
+
     def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.append(capture(module))
+        try:
+            found.append(capture(module))
+        except RidgefillError as refusal:
+            refusals.append(refusal)
         raise _Captured
 
     substitute_recurrences(model)
@@ -52,13 +55,14 @@ def longer_tail(model: Any, maps: RidgeMaps, rows: int, tail: int) -> int:
     with torch.no_grad(), contextlib.suppress(_Captured, torch._dynamo.exc.BackendCompilerFailed):
         ids = torch.ones(1, rows, dtype=torch.int64, device=device)
         compile_apart(model, backend, dynamic=False)(input_ids=ids, use_cache=True, logits_to_keep=1)
+    if refusals:
+        raise refusals[0]
     if not found:
         raise RidgefillError("the model was not traced: torch.compile is switched off, or its forward breaks at once")
     located = locate(found[0].graph)
 
     def cost(fill: Fill) -> int:
-        routed = unfuse(route(found[0], located, fill))
-        return int(multiply_adds(eliminate(routed, analyse(routed.graph)).graph))
+        return int(multiply_adds(narrow(route(found[0], located, fill)).result.graph))
 
     ridge = Fill("ridge", maps.split, tail, maps, first_rows=maps.first_rows, cut=maps.cut)
     tails = range(tail, rows - Options.min_fill + 1)

@@ -10,14 +10,15 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from ridgefill_compile.evaluate.arms import CORRECTED, LONGER_TAIL
 from ridgefill_compile.inspection import Inspection
 
 LABELS = {
     "none": "no fill",
-    "none_longer_tail": "no fill, tail of equal cost",
+    LONGER_TAIL: "no fill, tail of equal cost",
     "identity": "identity",
     "ridge": "ridge",
-    "ridge_corrected": "ridge, states corrected",
+    CORRECTED: "ridge, states corrected",
 }
 
 

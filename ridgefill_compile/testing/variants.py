@@ -18,12 +18,11 @@ from ridgefill_compile.errors import CannotFill
 from ridgefill_compile.fill import choose_fill
 from ridgefill_compile.options import Options
 from ridgefill_compile.passes.cuts import cuts_of, widths_of
-from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.experts import expand
 from ridgefill_compile.passes.locate import Located, locate
+from ridgefill_compile.passes.narrow import narrow
 from ridgefill_compile.passes.outputs import check_late_states, check_wanted_rows
 from ridgefill_compile.passes.route import Fill, route
-from ridgefill_compile.passes.unfuse import unfuse
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.plan import plan
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
@@ -141,13 +140,18 @@ class Variants:
             fill = Fill(way, self.split, self.tail, maps, self.selectors, self.first_rows, cut=self.cut)
             routed = self.routed[name] = route(captured, located, fill)
             self._verify(routed, captured, "route")
+            self.narrowed[name] = routed
             if eliminated:
-                routed = self.routed[name] = unfuse(before := routed)
-                self._verify(routed, before, "unfuse")
-            self.narrowed[name] = eliminate(routed) if eliminated else routed
-            self._verify(self.narrowed[name], routed, "eliminate")
+                narrowed = narrow(routed, self._run)
+                self.routed[name], self.narrowed[name] = narrowed.whole, narrowed.result
             self.graphs[name] = expand(self.narrowed[name])
         return self.graphs
+
+    def _run(self, name: str, work: Callable[[], Any], before: GraphModule | None = None) -> Any:
+        result = work()
+        if isinstance(result, GraphModule):
+            self._verify(result, before, name)
+        return result
 
     def _verify(self, module: GraphModule, before: GraphModule | None, name: str) -> None:
         if self.verified:

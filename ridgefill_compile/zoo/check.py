@@ -32,6 +32,7 @@ from ridgefill_compile.options import Options
 from ridgefill_compile.passes.calls import Need, shape
 from ridgefill_compile.passes.demand import Demands, analyse
 from ridgefill_compile.passes.emit import copy_module
+from ridgefill_compile.passes.narrow import Narrowed
 from ridgefill_compile.passes.rows import EVERYTHING
 from ridgefill_compile.passes.verify import verify
 from ridgefill_compile.plan import plan
@@ -148,7 +149,7 @@ class _Cost:
             return None
         demands = analyse(routed.graph)
         wide = [node for node, cost in form.items() if demands.on(node) is EVERYTHING and cost.allowed < cost.whole]
-        blocked = blocked_nodes(routed, demands, located) or _wideners(wide, demands)
+        blocked = blocked_nodes(Narrowed(routed, demands, narrowed), located) or _wideners(wide, demands)
         names = dict.fromkeys(_name(node) for node in (*blocked, *wide))
         return _Cost(int(exact), int(filled), float(sum(cost.allowed for cost in form.values())), list(names))
 

@@ -168,11 +168,13 @@ def test_first_rows_equal_their_definition(name: str) -> None:
     [
         *itertools.product(["llama", "gemma2_eager", "gemma2"], ["by a padding mask", "by attention"]),
         ("llama", "by attention, static cache"),
+        *itertools.product(["llama"], ["by a longer padding mask", "by a longer padding mask, static cache"]),
     ],
 )
 def test_first_rows_of_every_sequence_are_exact(name: str, told: str) -> None:
     """Those that are not padding, in every late layer, as many others as without them being filled; whether a mask
-    [batch, rows] tells padding, or only what attention sees, by a mask [batch, 1, rows, keys] of the caller's own.
+    [batch, rows] tells padding, or only what attention sees, by a mask [batch, 1, rows, keys] of the caller's own or
+    one that is longer than the prompt.
     """
     model, ids = {**FILLED, **EAGER}[name].build(num_hidden_layers=4), token_ids(40, batch=2)
     real = torch.ones_like(ids)
@@ -184,8 +186,8 @@ def test_first_rows_of_every_sequence_are_exact(name: str, told: str) -> None:
         cache = {"past_key_values": StaticCache(model.config, max_cache_len=45)} if is_static else {}
         return call_of(ids, attention_mask=mask, position_ids=position_ids, **cache)
 
-    mask = real
-    if told != "by a padding mask":
+    mask = torch.nn.functional.pad(real, (0, 5), value=1) if "longer" in told else real
+    if "by attention" in told:
         sees = torch.ones(40, 40, dtype=torch.bool).tril() & real.bool()[:, None, None]
         sees = torch.nn.functional.pad(sees, (0, 5 if is_static else 0))
         mask = torch.where(sees, 0.0, torch.finfo(torch.float32).min)
@@ -336,9 +338,14 @@ def test_padding_is_not_selected() -> None:
         assert index[1].min() < 12
 
 
+def fails(operands: list[Tensor], scale: float | None) -> int:
+    """As torch does that was built without the device's kernels."""
+    raise NotImplementedError("aten::_fused_sdp_choice")
+
+
 def test_grouped_heads_without_a_kernel_get_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs whose kernels take grouped heads without a mask alone."""
-    monkeypatch.setattr("ridgefill_compile.passes.attend.is_on_cpu", lambda node: False)
+    monkeypatch.setattr("ridgefill_compile.passes.attend.device_type", lambda node: "cuda")
     variants = variants_of("pooled:0.3", ways={"eliminated": ("identity", True)})
     variants.run(built("llama"), *(call_of(token_ids(rows)) for rows in (40, 230)))
     before = variants.narrowed["eliminated"]
@@ -358,6 +365,10 @@ def test_grouped_heads_without_a_kernel_get_keys_of_their_own(monkeypatch: pytes
     assert all(shape(arguments(node)["key"])[1] == shape(arguments(node)["query"])[1] for node in masked)
     assert worst(expand(before)(*variants.inputs), expand(after)(*variants.inputs)) < CLOSE
     monkeypatch.setattr("ridgefill_compile.passes.attend.kernel_of", lambda *_: SDPBackend.EFFICIENT_ATTENTION.value)
+    assert attend(before) is before
+    monkeypatch.undo()
+    monkeypatch.setattr("ridgefill_compile.passes.attend.device_type", lambda node: "cuda")
+    monkeypatch.setattr("ridgefill_compile.passes.attend.kernel_of", fails)
     assert attend(before) is before
 
 

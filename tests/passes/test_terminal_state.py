@@ -25,7 +25,13 @@ from ridgefill_compile.collect_states import TerminalStateCollector
 from ridgefill_compile.maps import RidgeMaps, SplitMaps
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
-from ridgefill_compile.passes.terminal_state import correct_states, filled_share, late_scans, rows_that_count
+from ridgefill_compile.passes.terminal_state import (
+    correct_states,
+    filled_of,
+    filled_share,
+    late_scans,
+    rows_that_count,
+)
 from ridgefill_compile.pieces import prompt_length
 from ridgefill_compile.recurrences.substitute import substitute_recurrences
 from ridgefill_compile.recurrences.tiles import TILE
@@ -90,6 +96,17 @@ class TestShare:
         assert present.tolist() == [[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]]
         second = [0, 0, 0, 0, 1] if index.dim() == 1 else [0, 0, 0, 1, 1]
         assert filled.tolist() == [[1, 0, 1, 0, 1], second]
+
+
+    def test_of_rows_before_a_chunk_those_of_padding_do_not_count(self) -> None:
+        """Behind a former turn of two keys: six rows of the prompt, before a chunk of three."""
+        before, chunk = torch.tensor([1, 0, 1, 1, 1, 0]), torch.zeros(4, 3, 1)
+        mask = torch.ones(4, 11, dtype=torch.int64)
+        mask[1, :4], mask[2, :8] = 0, 0
+        torch.testing.assert_close(filled_of(before, chunk, mask), torch.tensor([4 / 6, 3 / 4, 0.0, 4 / 6]))
+        torch.testing.assert_close(filled_of(before, chunk, None), torch.tensor([4 / 6]))
+        assert filled_of(torch.zeros(2), chunk, mask[:, :4]).tolist() == [0.0] * 4  # two are named where there is one
+        assert filled_of(None, chunk, mask) == 0.0
 
 
 def drawn(case: Case, batch: int, rows: int, with_state: bool) -> Arguments:
@@ -366,6 +383,25 @@ class TestPieces:
                     at += rows
             states.append(late_state({"past_key_values": cache}))
         assert torch.equal(states[0], states[1])
+
+    def test_a_padded_sequence_is_corrected_as_without_its_padding(self) -> None:
+        """Where a chunk's first row is: by the share of its own earlier rows that is filled. Here half of them are."""
+        of, states, padding = model(), [], TILE
+        for strength, begins in ((0.0, padding), (0.5, padding), (0.5, 0)):
+            ids = token_ids(2 * TILE + TAIL + 3)[:, padding - begins :]
+            mask = torch.ones(2, ids.shape[1], dtype=torch.int64)
+            mask[:, :begins] = 0
+            run, at = fast(of, self.MAPS, state_correction=strength, first_rows=TILE // 2), 0
+            cache: dict[str, Any] = {}
+            with prompt_length(ids.shape[1]):
+                for rows in (TILE + begins, TAIL + 3):
+                    at += rows
+                    call = {**CALL, **cache, "attention_mask": mask[:, :at]}
+                    cache = {"past_key_values": cache_of(run(ids.expand(2, -1)[:, at - rows : at], **call))}
+            states.append(late_state(cache))
+        off, padded, alone = states
+        close(padded, alone)
+        assert worst([off], [padded]) > 1e-2
 
     @pytest.mark.heavy
     def test_filled_rows_behind_the_last_tile_may_come_before(self) -> None:
