@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from ridgefill_compile.runner import PassRunner
 from ridgefill_compile.selectors import Selector, parse_rows
 from ridgefill_compile.splitmaps import INPUT
 
+_captured: weakref.WeakKeyDictionary[GraphModule, GraphModule] = weakref.WeakKeyDictionary()
+
 LEAST_GAIN = 1.02  # a fill that saves less than this share of multiply-adds is not worth its approximation
 
 
@@ -56,7 +59,7 @@ def fill_graph(
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
         raise CannotFill("gradients are wanted", hint="call the model under torch.no_grad() or inference_mode()")
     run = PassRunner(options, graph_report.pass_seconds)
-    captured = run("capture", lambda: capture(module))
+    captured = run("capture", lambda: captured_once(module))
     if options.route == "lossless":
         result = _drop_unread_rows(captured, run, graph_report, options)
         keep_input_sources(result, module)
@@ -97,6 +100,13 @@ def fill_graph(
         check_gain(graph_report, blocked)
     keep_input_sources(result, module)
     return result
+
+
+def captured_once(module: GraphModule) -> GraphModule:
+    """The captured graph of one of Dynamo's, which each kind of chunk has a rewritten copy of."""
+    if module not in _captured:
+        _captured[module] = capture(module)
+    return _captured[module]
 
 
 def continues(located: Located) -> bool:

@@ -162,7 +162,7 @@ def test_inductor_takes_chunks() -> None:
     model, ids = llama(), token_ids(rows=ROWS)
     options = {"value_rescale": 8, "first_rows": 3}
     answers = [
-        in_pieces(compiled(model, inner=inner, **options), ids, (50, 40, 30))[-1] for inner in ("eager", "inductor")
+        in_pieces(compiled(model, inner=inner, **options), ids, (60, 60))[-1] for inner in ("eager", "inductor")
     ]
     assert worst([answers[0].logits], [answers[1].logits]) < 1e-4
 

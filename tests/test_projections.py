@@ -55,7 +55,7 @@ def maps_of_the_prompt(model: Any, split: int = 0) -> SplitMaps:
     return fit_split(sums, rows, [0.0], "float32", widths=collector.widths)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.heavy), "qwen3", "gpt2"])
 def test_true_projections_are_the_exact_model(name: str) -> None:
     model = pretrained(name, layers=LAYERS)
     part = maps_of_the_prompt(model)
@@ -84,7 +84,7 @@ def texts(count: int = 8) -> list[Tensor]:
     return [token_ids(96, seed=seed)[0] for seed in range(count)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.heavy), "int8"])
 def test_calibrated_saved_loaded_and_filled(tmp_path: Path, dtype: str) -> None:
     model = pretrained(layers=LAYERS)
     given: dict[str, Any] = {"splits": [0, 1], "window": 48, "stride": 1, "progress": False, "dtype": dtype}

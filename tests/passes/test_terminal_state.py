@@ -485,7 +485,7 @@ class TestCalibration:
             after += (found - difference).square().sum().item()
         assert after < before
 
-    @pytest.mark.parametrize("first_rows", [0, 4])
+    @pytest.mark.parametrize("first_rows", [pytest.param(0, marks=pytest.mark.heavy), 4])
     def test_differences_are_those_of_exact_and_filled_runs(self, first_rows: int) -> None:
         """The state that a fill leaves, plus the difference measured on its prefix, is the exact model's there."""
         of, ids = model(), token_ids(144)

@@ -178,7 +178,7 @@ def test_one_graph_for_every_length(model):
         close(actual, expected, 1e-4)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=pytest.mark.heavy)])
 def test_filled(model, cache):
     """With true layer inputs a fill says what the model says, loop and all, in either cache."""
     ids, mask = torch.randint(0, 150, (2, 96)), torch.ones(2, 96, dtype=torch.int64)
