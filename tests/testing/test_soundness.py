@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 from torch.fx import GraphModule
 
-from ridgefill_compile.passes import route
+from ridgefill_compile.passes import narrow, route
 from ridgefill_compile.passes.calls import Call, Need, arguments, aten, first_operand, rewrite
+from ridgefill_compile.passes.demand import Demands
 from ridgefill_compile.passes.eliminate import eliminate
 from ridgefill_compile.passes.rows import Rows
 from ridgefill_compile.passes.rules import RULES
@@ -27,7 +28,6 @@ from ridgefill_compile.testing import (
     routings,
     traced,
     traced_call,
-    variants,
 )
 from tests.decoders import FILLED, token_ids
 from tests.testing.planted import cumsum_is_pointwise, gelu_of_tail, last_row_of_scores, without_change
@@ -159,14 +159,14 @@ def test_a_wrong_route_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elimination that forgets a bias."""
 
-    def forgetful(module: GraphModule) -> GraphModule:
-        result = eliminate(module)
+    def forgetful(module: GraphModule, *demands: Demands) -> GraphModule:
+        result = eliminate(module, *demands)
         linear = [n for n in result.graph.nodes if n.target is aten.linear.default and len(n.args) == 3][-1]
         linear.args = linear.args[:2]
         result.recompile()
         return result
 
-    monkeypatch.setattr(variants, "eliminate", forgetful)
+    monkeypatch.setattr(narrow, "eliminate", forgetful)
     decoder = Decoder(DecoderConfig(layers=2, bias=True))
     with pytest.raises(Mismatch) as caught:
         assert_rows_sound(decoder, ROUTING.inputs(decoder.config), 1, 3)
