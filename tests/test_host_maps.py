@@ -72,9 +72,9 @@ def test_the_next_map_sets_out_before_this_one_is_waited_for() -> None:
     stored = [torch.zeros(1) for _ in range(3)]
     names = {tensor.data_ptr(): str(i) for i, tensor in enumerate(stored)}
 
-    def started(tensor: Tensor, where: Any) -> tuple[Any, str]:
+    def started(tensor: Tensor, where: Any) -> tuple[Any, str, Any]:
         told.append(f"copy {names[tensor.data_ptr()]}")
-        return mock.Mock(record_stream=lambda stream: None), names[tensor.data_ptr()]
+        return mock.Mock(record_stream=lambda stream: told.append("kept for it")), names[tensor.data_ptr()], now
 
     underway: dict[Any, Any] = {}
     now = mock.Mock(wait_event=lambda event: told.append(f"wait {event}"))
@@ -88,7 +88,15 @@ def test_the_next_map_sets_out_before_this_one_is_waited_for() -> None:
                 ahead = stored[i + 1] if i < 2 else tensor
                 host_maps.from_host._init_fn(tensor, ahead, SimpleNamespace(device=device))
             assert not underway
-    assert told == 2 * ["copy 0", "copy 1", "wait 0", "copy 2", "wait 1", "wait 2"]
+        assert told == 2 * ["copy 0", "copy 1", "wait 0", "copy 2", "wait 1", "wait 2"]
+        told.clear()
+        host_maps.from_host._init_fn(stored[1], stored[2], SimpleNamespace(device=device))
+    with mock.patch.object(host_maps, "_started", started), mock.patch.object(host_maps, "_underway", underway):
+        # Broken off behind map 1, and called again on another stream: map 2 was copied for the first.
+        other = mock.Mock(wait_event=lambda event: told.append(f"wait {event}"))
+        with mock.patch("torch.cuda.current_stream", return_value=other):
+            host_maps.from_host._init_fn(stored[2], stored[2], SimpleNamespace(device=device))
+    assert told == ["copy 1", "copy 2", "wait 1", "wait 2", "kept for it"]
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

@@ -23,6 +23,7 @@ from torch import Tensor
 from ridgefill_compile.recurrences import fla_kernels
 from ridgefill_compile.recurrences.tiles import (
     behind_zeros,
+    check_rows,
     in_rows,
     in_tiles,
     put,
@@ -61,6 +62,7 @@ def gated_delta_rule(
     Returns:
         Outputs [B, T, Hv, Dv] in the query's dtype, final state [B, Hv, Dk, Dv] in fp32 (which is what is computed in).
     """
+    check_rows(key, value, g, beta)
     if fla_kernels.serve(key):
         return fla_kernels.gated_delta_rule(query, key, value, g, beta, initial_state, scale, normalise)
     batch, rows, _, key_dim = key.shape

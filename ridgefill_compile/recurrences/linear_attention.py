@@ -21,6 +21,7 @@ from torch import Tensor
 from ridgefill_compile.recurrences import fla_kernels
 from ridgefill_compile.recurrences.tiles import (
     behind_zeros,
+    check_rows,
     in_rows,
     in_tiles,
     put,
@@ -47,6 +48,7 @@ def linear_attention(
     Returns:
         Outputs [B, T, H, V] in the value's dtype, final state [B, H, K, V] in fp32 (which is what is computed in).
     """
+    check_rows(key, value, g)
     if fla_kernels.serve(key):
         return fla_kernels.linear_attention(query, key, value, g, initial_state)
     batch, rows, groups, key_dim = key.shape

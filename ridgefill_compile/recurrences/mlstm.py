@@ -26,6 +26,7 @@ from torch import Tensor
 from ridgefill_compile.recurrences.linear_attention import states_of_tiles
 from ridgefill_compile.recurrences.tiles import (
     behind_zeros,
+    check_rows,
     in_rows,
     in_tiles,
     put,
@@ -66,6 +67,7 @@ def mlstm(
     Returns:
         Outputs [B, T, H, V] in the query's dtype; C, n and m after all rows, in fp32 (which is what is computed in).
     """
+    check_rows(key, value, igate, fgate)
     batch, rows, heads, key_dim = key.shape
     value_dim, wanted = value.shape[3], query.shape[1]
     outputs = query.new_empty(batch, wanted, heads, value_dim)

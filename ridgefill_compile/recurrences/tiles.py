@@ -34,6 +34,17 @@ def without_autocast(scan: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def check_rows(*values: Tensor) -> None:
+    """Of values `[B, N, ..]`, whether batch and rows agree.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if len({value.shape[:2] for value in values}) > 1:
+        sizes = ", ".join(str(list(value.shape)) for value in values)
+        raise ValueError(f"a recurrence needs values of the same batch and rows, not {sizes}")
+
+
 def state_only_rows(rows: int, outputs: int) -> int:
     """First rows that only the state needs, whole tiles of them, if the last `outputs` of `rows` are to be put out."""
     return rows if outputs == 0 else (rows - outputs) // TILE * TILE

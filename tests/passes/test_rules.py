@@ -115,10 +115,7 @@ def role(finding: Finding) -> Role:
     return finding.rows.dim - len(finding.size), "" if finding.rows.blocks == 1 else "blocks"
 
 
-SLOW = ("ridgefill.gated_delta_rule.default", "ridgefill.mlstm.default")  # tests/recurrences holds them to a loop, too
-OPS = [
-    pytest.param(op, marks=pytest.mark.heavy if str(op) in SLOW else ()) for op in RULES if op is not operator.getitem
-]
+OPS = [op for op in RULES if op is not operator.getitem]
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)

@@ -43,7 +43,7 @@ def unfused(function: Graph, *inputs: Tensor, dynamic: Collection[tuple[int, int
     verify(after, apart, "eliminate")
     expected = before(*inputs)
     for module in (apart, after):
-        torch.testing.assert_close(module(*inputs), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(module(*inputs), expected, rtol=1e-4, atol=1e-4)
     return after
 
 
