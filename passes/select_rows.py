@@ -61,17 +61,11 @@ def select_rows(
     """
     state = copies[located.layers[split].input]
     ids = _token_ids(located, copies)
-    valid = valid_rows(emit)
     early = _known_parts(copies, located, range(split))
-    telling: list[_Parts] | None = []
-    if valid is None or not _ends_with_the_rows(valid, located, early):
-        telling = _telling(early, _Parts(copies, located, split))
-        if telling is None and valid is None:
-            _check_nothing_is_padded(emit, located, ids)
-        if telling:
-            valid = None
+    valid, telling = _what_tells_padding(emit, early, _Parts(copies, located, split), located, ids)
     layers = list(early) if selectors else []
-    layers += [parts for parts in telling or () if parts not in layers]
+    layers += [parts for parts in telling if parts not in layers]
+    by = layers.index(telling[0]) if valid is not None and telling else None
     late = len(layers)
     if swept is not None:
         layers += _known_parts(swept, located, range(split, len(located.layers)))
@@ -90,7 +84,8 @@ def select_rows(
         rows = split_state.shape[located.row_dim]
         given = values[known["ids"]] if "ids" in known else None
         if "valid" in known:
-            valid = values[known["valid"]][:, -rows:] != 0
+            mask = values[known["valid"]]
+            valid = (mask[:, -rows:] if by is None else mask_of_rows(mask, attention[by], rows)) != 0
         else:
             valid = real_rows(attention[:late], rows)
         prompt = Prompt(
@@ -114,6 +109,42 @@ def select_rows(
     return result
 
 
+def _what_tells_padding(
+    emit: Emitter, early: Sequence[_Parts], own: _Parts, located: Located, ids: Node | None
+) -> tuple[Node | None, Sequence[_Parts]]:
+    """The padding mask, and the layer whose keys tell which of its columns are the prompt's rows (none: the last ones);
+    or no mask, and the layers whose attention tells what is padding.
+
+    A mask may be longer than the prompt: models look it up by a key's place, so what comes behind the last key is not
+    read, as in one for all rows of a static cache. Where no layer has attention, the last columns are what recurrent
+    layers take.
+
+    Raises:
+        CannotFill: neither is there, and an input may be a padding mask of another name.
+    """
+    valid = valid_rows(emit)
+    if valid is not None:
+        length = shape(valid)[1]
+        if same(length, located.rows) or any(parts.grows and same(length, parts.keys) for parts in early):
+            return valid, ()
+        placed = [parts for parts in early if not parts.grows] or [parts for parts in early if parts.keeps_all]
+        if placed:
+            return valid, placed[:1]
+    telling = _telling(early, own)
+    if telling is None and valid is None:
+        _check_nothing_is_padded(emit, located, ids)
+    return (None, telling) if telling else (valid, ())
+
+
+def mask_of_rows(mask: torch.Tensor, attention: LayerAttention, rows: IntLike) -> torch.Tensor:
+    """The columns [batch, rows] of a padding mask that are the prompt's own rows, as a layer's keys place them."""
+    columns, length = attention.columns, mask.shape[1]
+    if not isinstance(columns, torch.Tensor):  # the last keys, or the last columns if these are fewer
+        own = torch.arange(rows, device=mask.device)  # type: ignore[arg-type] # it may be symbolic
+        columns = own + (torch.sym_min(length, attention.keys) - rows)
+    return mask.index_select(1, columns[:rows].to(mask.device).clamp(0, length - 1))
+
+
 def _has_sequences(state: Node, located: Located) -> bool:
     """Whether the split state holds several sequences, each with rows of its own to select.
 
@@ -125,14 +156,6 @@ def _has_sequences(state: Node, located: Located) -> bool:
     if len(shape(state)) > 2 and not same(shape(state)[1], 1):
         raise CannotFill("rows cannot be selected of sequences that lie behind the rows", state, "pass one at a time")
     return False
-
-
-def _ends_with_the_rows(valid: Node, located: Located, early: Sequence[_Parts]) -> bool:
-    """Whether a padding mask's last columns are known to be the prompt's rows. It may be longer: models look it up by a
-    key's place, so what comes behind the last key is not read, as in one for all rows of a static cache.
-    """
-    length = shape(valid)[1]
-    return same(length, located.rows) or any(same(length, parts.keys) for parts in early if parts.grows)
 
 
 def _telling(early: Sequence[_Parts], own: _Parts) -> list[_Parts] | None:
@@ -196,6 +219,7 @@ class _Parts:
         self.layer, self.rows = layer, located.rows
         self.nodes: dict[str, Node] = {}
         self.settings: dict[str, Any] = {}
+        self.states = located.layers[layer].states
         first, end = located.layers[layer].input, None
         if layer + 1 < len(located.layers):
             end = located.layers[layer + 1].input
@@ -233,6 +257,11 @@ class _Parts:
     def grows(self) -> bool:
         """Whether its keys are those of former turns, if there are any, and then the prompt's."""
         return "columns" not in self.nodes
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it hands on every key, as a sliding window does not."""
+        return any(same(size, self.keys) for state in self.states for size in shape(state))
 
     @property
     def is_known(self) -> bool:

@@ -43,7 +43,7 @@ from ridgefill_compile.passes.correct import layer_lines
 from ridgefill_compile.passes.emit import Emitter
 from ridgefill_compile.passes.inline import inline
 from ridgefill_compile.passes.locate import Located
-from ridgefill_compile.passes.rows import IntLike
+from ridgefill_compile.passes.rows import IntLike, same
 from ridgefill_compile.recurrences.table import RECURRENCES
 from ridgefill_compile.recurrences.tiles import TILE
 
@@ -250,7 +250,7 @@ def filled_of(before: Tensor | None, like: Tensor, valid: Tensor | None) -> Tens
     if before is None:
         return 0.0
     filled = (_on(before, like) != 0).to(torch.float32).unsqueeze(0)
-    if valid is None:
+    if valid is None or _is_of_these_rows(valid, like):
         return filled.mean(1)
     # `before` names two rows at least, the mask perhaps none: by index, since a slice would ask which is longer.
     padded = torch.nn.functional.pad(_on(valid, like) != 0, (2, 0))
@@ -264,14 +264,20 @@ def _on(value: Tensor, like: Tensor) -> Tensor:
     return value if value.device == like.device else value.to(like.device)
 
 
+def _is_of_these_rows(valid: Tensor, like: Tensor) -> bool:
+    """Whether a padding mask says nothing of earlier rows."""
+    return same(valid.shape[1], like.shape[1])
+
+
 def begun(like: Tensor, valid: Tensor | None) -> Tensor:
     """1 for each sequence that has rows before these, and not just padding: float32 [B].
 
     Args:
         like: [B, N, ..]
-        valid: the padding mask [B, keys], of which the last N are these rows'; None: every sequence has.
+        valid: the padding mask [B, keys], of which the last N are these rows'; None, or if there are no others: every
+            sequence has.
     """
-    if valid is None:
+    if valid is None or _is_of_these_rows(valid, like):
         return like.new_ones(like.shape[0], dtype=torch.float32)
     return (_on(valid, like)[:, : -like.shape[1]] != 0).any(1).to(torch.float32)
 

@@ -1,8 +1,8 @@
 """What must hold after every pass. Raises on the first thing that does not.
 
 1. The graph is well formed, and every value is defined before it is read.
-2. Every call, run on its operands' fake values, gives the shape, dtype and device its `meta["val"]` claims. One that
-   the graph before held, too, on the very same values, is not run again: what was true of it is.
+2. Every call, run on its operands' fake values, gives the shape, dtype and device its `meta["val"]` claims. One on the
+   very same values that was found right in this graph, or in the one before, is not run again.
 3. The results have the shapes and dtypes they had before the pass; the inputs are the same.
 4. No two results, and no result and input, share memory that did not before.
 5. No constant tensor has a dimension of as many entries as the prompt has rows, and no call adds a guard on sizes: the
@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
@@ -25,6 +27,9 @@ from ridgefill_compile.passes.calls import shape
 from ridgefill_compile.passes.emit import Emitter, fake_mode_of, inputs_of
 from ridgefill_compile.passes.functionalize import memory_of
 from ridgefill_compile.passes.rows import IntLike, same
+
+# Calls that were found right, with their fake values, which so keep their identity.
+_right: weakref.WeakKeyDictionary[GraphModule, dict[tuple[Any, ...], list[Any]]] = weakref.WeakKeyDictionary()
 
 
 class BrokenPass(RidgefillError):
@@ -41,7 +46,8 @@ def verify(after: GraphModule, before: GraphModule | None = None, name: str = "p
         after.graph.lint()
     except RuntimeError as error:
         raise BrokenPass(f"{name}: the graph is not well formed: {error}") from error
-    _check_values(after, name, set() if before is None else {_call(node) for node in before.graph.nodes})
+    _check_values(after, name, {**_right.get(after, {}), **({} if before is None else _right.get(before, {}))})
+    _right[after] = {_call(node): _values_of(node) for node in after.graph.nodes if node.op == "call_function"}
     if before is not None:
         _check_signature(after, before, name)
         _check_aliases(after, before, name)
@@ -52,13 +58,17 @@ def _fail(name: str, what: str, node: Node) -> None:
     raise BrokenPass(f"{name}: {what}: {describe_node(node)}")
 
 
+def _values_of(node: Node) -> list[Any]:
+    return [node.meta.get("val"), *(operand.meta.get("val") for operand in node.all_input_nodes)]
+
+
 def _call(node: Node) -> tuple[Any, ...]:
     """What a node calls, with which fake values, and what it claims to give: equal for equal calls."""
     arguments = map_arg((node.args, node.kwargs), lambda operand: f"value {id(operand.meta.get('val'))}")
     return (node.target, repr(arguments), id(node.meta.get("val")))
 
 
-def _check_values(module: GraphModule, name: str, checked: set[tuple[Any, ...]]) -> None:
+def _check_values(module: GraphModule, name: str, checked: Mapping[tuple[Any, ...], Any]) -> None:
     emit = Emitter(module.graph, fake_mode_of(module.graph))
     guards = len(emit.guards())
     for node in module.graph.nodes:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ridgefill_compile.errors import CannotFill, MapsError, OptionError, RidgefillError, RidgefillWarning
 from ridgefill_compile.fill import fill_graph, first_rows, load_maps, other_weights, stamp_of
@@ -177,12 +178,15 @@ def compile_chunk(
     compiled = _lower(lowered, values, module, inputs, options, graph_report)
     if graph_report.filled:
         return Chunk(compiled, Sizes(lowered), lambda: graph_report.rows_filled)
-    told = {graph_report.reason}
+    told: MutableMapping[torch.Tensor, set[str]] = WeakIdKeyDictionary()
+    told.update({parameter: {graph_report.reason} for parameter in parameters_of(inputs)[:1]})
 
     def refused(another: CannotFill, given: Sequence[Any]) -> None:
-        if another.reason not in told:
-            told.add(another.reason)
-            remember(parameters_of(given), _exactly(graph_report, another))
+        parameters = parameters_of(given)
+        said = told.setdefault(parameters[0], set()) if parameters else set()
+        if another.reason not in said:
+            said.add(another.reason)
+            remember(parameters, _exactly(graph_report, another))
 
     return Chunk(lambda *given: compiled(*given[: len(values)]), Sizes(module), refused=refused)
 

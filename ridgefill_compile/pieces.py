@@ -59,14 +59,14 @@ class PromptInPieces:
     Attributes:
         ids: of the whole prompt, int64 [batch, rows], on the CPU, if they were said.
         filled: of each row that has run, whether it was filled.
-        former: rows of former turns, as the first mask told, and how long that one was; None: none was looked at.
+        former: rows of former turns; None: nobody has asked yet.
     """
 
     rows: int
     ids: torch.Tensor | None = None
     done: int = 0
     filled: list[bool] = field(default_factory=list)
-    former: tuple[int, int] | None = None
+    former: int | None = None
 
     def filled_rows(self, rows: int, options: Options) -> int:
         """How many of the next `rows` are before the tail, if it is worth filling these; all are done from now on."""
@@ -203,6 +203,8 @@ class InPieces:
         names = [node.name for node in inputs_of(module.graph)]
         given = [(place, name) for place, name in enumerate(names) if "_modules_" not in name and name[:7] != "l_self_"]
         looked_up = sources_of_ids(module)
+        if any("inputs_embeds" in name for name in names):
+            looked_up = set()  # positions, at most
         self.ids = [place for place, node in enumerate(inputs_of(module.graph)) if node in looked_up]
         self.masks_of_rows = [place for place, name in given if "attention_mask" in name]  # [batch, keys]
         self.masks = [place for place, name in given if "mask" in name]  # [batch, heads, rows, keys]
@@ -256,7 +258,7 @@ class InPieces:
         wanted = self.first_rows()
         if not wanted and not self.selectors:
             return set()  # without a look at the mask, which may lie on a device
-        padding, former = self.padding(prompt, inputs)
+        padding, former = self.padding(prompt, inputs, done)
         kept: set[int] = set()
         if wanted and not former:
             begins = 0 if padding is None else int(padding.max())
@@ -275,12 +277,14 @@ class InPieces:
             )
         return {row - done for row in kept if done <= row < done + filled}
 
-    def padding(self, prompt: PromptInPieces, inputs: Sequence[Any]) -> tuple[torch.Tensor | None, int]:
+    def padding(self, prompt: PromptInPieces, inputs: Sequence[Any], done: int) -> tuple[torch.Tensor | None, int]:
         """How many rows of padding each sequence begins with, int64 [batch] on the CPU, as far as rows until now tell
         (None: nothing does); and how many rows of former turns there are.
         """
         masks = [inputs[place] for place in self.masks_of_rows if _rank(inputs[place]) == 2]
-        former = max((self.former_rows(prompt, mask.shape[1], inputs) for mask in masks), default=0)
+        if prompt.former is None:
+            prompt.former = self.former_rows(prompt, masks[0].shape[1], inputs, done) if masks else 0
+        former = prompt.former
         hidden = [mask[:, former : former + prompt.done] == 0 for mask in masks] or [
             _hidden_from_last(inputs[place]) for place in self.masks if _rank(inputs[place]) == 4
         ]
@@ -288,18 +292,22 @@ class InPieces:
         begins = [each.long().cumprod(1).sum(1).cpu() for each in hidden]
         return (functools.reduce(torch.minimum, begins) if begins else None), former
 
-    def former_rows(self, prompt: PromptInPieces, length: int, inputs: Sequence[Any]) -> int:
-        """How many rows of former turns a padding mask of some length counts.
+    def former_rows(self, prompt: PromptInPieces, length: int, inputs: Sequence[Any], done: int) -> int:
+        """How many rows of former turns there are, given how long the padding mask is and the rows before the chunk.
 
-        What it is longer than the rows until now are theirs; or those that are still to come, where a loop hands every
-        chunk the mask of the whole prompt, or of all rows of a static cache.
+        The mask counts rows until now, or a loop hands every chunk that of the whole prompt, or of all rows of a static
+        cache. A cache tells which: by what it counts (static ones), or by what it holds (growing ones).
         """
-        caches = [inputs[place].shape[2] for place in self.others if _rank(inputs[place]) == 4]
-        former = length - prompt.done if caches and length not in caches else 0
-        if prompt.former is not None and prompt.former[1] == length:
-            former = prompt.former[0]
-        prompt.former = prompt.former or (former, length)
-        return max(former, 0)
+        others = [inputs[place] for place in self.others if isinstance(inputs[place], torch.Tensor)]
+        counted = [int(value) for value in others if value.dim() == 0 and not value.is_floating_point()]
+        if counted:
+            return max(max(counted) - done, 0)
+        held = [value.shape[2] for value in others if value.dim() == 4]
+        by_mask = [rows for rows in (length - prompt.done, length - prompt.rows) if rows >= 0]
+        known = [rows for rows in by_mask if rows + done in held]
+        if known or not held:
+            return known[0] if known else 0
+        return by_mask[0] if by_mask else 0  # of sliding windows, say
 
     def check_ids(self, prompt: PromptInPieces, inputs: Sequence[Any], done: int) -> None:
         """Whether a chunk's ids are those that the prompt was said to have.

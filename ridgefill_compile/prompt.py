@@ -123,8 +123,8 @@ class Prompt:
         batch, rows, prefix: sequences; prompt rows of each; those of them before the tail.
         device: of the split state.
         ids: token ids [batch, rows]; None where the model was given embeddings.
-        valid: rows that are not padding, bool [batch, rows]: by the padding mask that the model was called with, else
-            by what attention sees; None: all.
+        valid: rows that are not padding, bool [batch, rows]: by the padding mask that the model was called with, where
+            its columns for these rows are known, else by what attention sees; None: all.
         first: position of the first row: the rows of former turns in a cache that grows, else 0.
         attention: of the layers below the split that have any, in order.
         late_attention: of the late layers, in a first sweep in which the last rows ran them over filled rows alone;

@@ -157,12 +157,13 @@ def test_lengths_are_corrected_as_at_once(name: str, options: dict[str, int], cu
     assert max(worst([states[key]], [found[key]]) for key in states) < 1e-4
 
 
-def test_inductor_takes_chunks() -> None:
-    """Every kind of chunk's graph, corrected, and with first rows."""
+@pytest.mark.parametrize("cuts", [(60, 60), pytest.param((50, 40, 30), marks=pytest.mark.heavy)], ids=str)
+def test_inductor_takes_chunks(cuts: Sequence[int]) -> None:
+    """Corrected, and with first rows; of three, one is filled whole."""
     model, ids = llama(), token_ids(rows=ROWS)
     options = {"value_rescale": 8, "first_rows": 3}
     answers = [
-        in_pieces(compiled(model, inner=inner, **options), ids, (60, 60))[-1] for inner in ("eager", "inductor")
+        in_pieces(compiled(model, inner=inner, **options), ids, cuts)[-1] for inner in ("eager", "inductor")
     ]
     assert worst([answers[0].logits], [answers[1].logits]) < 1e-4
 

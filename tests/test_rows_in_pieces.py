@@ -52,11 +52,12 @@ def prompt_of(batch: int = 1) -> Tensor:
     return token_ids(rows=ROWS, batch=batch) % 12
 
 
-def ends(cuts: Sequence[int]) -> set[int]:
-    """Last rows of chunks that begin before the tail: they are exact whatever is selected."""
+def ends(cuts: Sequence[int], chosen: set[int]) -> set[int]:
+    """Last rows of chunks before the tail that hold a row to keep: they are exact, too."""
     last, at = set(), 0
     for rows in cuts:
-        last.add(at + rows - 1)
+        if chosen & {*range(at, at + rows)}:
+            last.add(at + rows - 1)
         at += rows
     return {row for row in last if row < PREFIX}
 
@@ -94,7 +95,7 @@ def test_rows_are_those_of_the_prompt_at_once(spec: Any, cuts: Sequence[int]) ->
     assert len(chosen) >= PREFIX // 4
     options = {"maps": with_table(), "route": "identity"}
     last = pieces(compiled(model, rows=spec, **options), ids, cuts)
-    whole = at_once(compiled(model, rows=keep(chosen | ends(cuts)), **options), ids)
+    whole = at_once(compiled(model, rows=keep(chosen | ends(cuts, chosen)), **options), ids)
     assert worst([whole.logits], [last.logits]) < 1e-5
     states, found = states_of(whole), states_of(last)
     assert max(worst([states[key]], [found[key]]) for key in states) < 1e-4
@@ -110,7 +111,8 @@ def test_one_sequence_keeps_what_it_keeps_at_once() -> None:
     exact = states_of(at_once(model, ids))
     same = ((exact["3.keys"] - last["3.keys"]).abs().amax((0, 1, 3)) < 1e-4)[:PREFIX]
     at_once_too = ((exact["3.keys"] - whole["3.keys"]).abs().amax((0, 1, 3)) < 1e-4)[:PREFIX]
-    assert set(same.nonzero()[:, 0].tolist()) == set(at_once_too.nonzero()[:, 0].tolist()) | ends(cuts)
+    chosen = set(at_once_too.nonzero()[:, 0].tolist())
+    assert set(same.nonzero()[:, 0].tolist()) == chosen | ends(cuts, chosen)
     filled = [graph.rows_filled for graph in report(model).graphs if graph.chunk and graph.filled]
     assert sum(filled) == PREFIX - len(set(same.nonzero()[:, 0].tolist()))
 
@@ -157,7 +159,7 @@ def test_lengths_and_states_are_corrected_beside_selected_rows() -> None:
     model, ids, cuts = llama(), prompt_of(), (48, 48, 24)
     chosen = set(choose(Prompt(1, ROWS, PREFIX, torch.device("cpu")), [Random(0.25)])[0].tolist())
     last = pieces(compiled(model, rows=(Random(0.25),), value_rescale=8), ids, cuts)
-    whole = at_once(compiled(model, rows=keep(chosen | ends(cuts)), value_rescale=8), ids)
+    whole = at_once(compiled(model, rows=keep(chosen | ends(cuts, chosen)), value_rescale=8), ids)
     states, found = states_of(whole), states_of(last)
     assert max(worst([states[key]], [found[key]]) for key in states) < 1e-4
 
@@ -168,7 +170,7 @@ def test_recurrences_take_selected_rows_in_pieces() -> None:
     substitute_recurrences(model)
     chosen = set(choose(Prompt(1, ROWS, PREFIX, torch.device("cpu")), [Random(0.25)])[0].tolist())
     last = pieces(compiled(model, rows=(Random(0.25),)), ids, cuts)
-    whole = at_once(compiled(model, rows=keep(chosen | ends(cuts))), ids)
+    whole = at_once(compiled(model, rows=keep(chosen | ends(cuts, chosen))), ids)
     assert worst([whole.logits], [last.logits]) < 1e-5
 
 
@@ -277,24 +279,48 @@ def test_ids_that_are_looked_up_as_a_view_are_known() -> None:
     assert any(graph.chunk and graph.filled for graph in report(model).graphs)
 
 
-@pytest.mark.parametrize("is_static", [False, True], ids=["growing cache", "static cache"])
-def test_every_chunk_may_be_given_the_mask_of_the_whole_prompt(is_static: bool) -> None:
-    """What is still to come is no former turn: first rows are kept behind the padding, and the same are selected."""
+@pytest.mark.parametrize(
+    ("cache", "former"),
+    [
+        ("growing", 0),
+        ("allocated", 0),
+        pytest.param("static", 0, marks=pytest.mark.heavy),
+        ("growing", 20),
+        pytest.param("allocated", 20, marks=pytest.mark.heavy),
+    ],
+)
+def test_every_chunk_may_be_given_the_mask_of_the_whole_prompt(cache: str, former: int) -> None:
+    """Or of all rows of a static cache. What is still to come is no former turn: first rows are kept behind the padding
+    (in a second turn none), and the same are selected.
+    """
     model, ids = llama(), prompt_of(2)
-    mask = (torch.arange(ROWS) >= torch.tensor([10, 0]).unsqueeze(1)).long()
+    mask = torch.cat([torch.ones(2, former), torch.arange(ROWS) >= torch.tensor([10, 0]).unsqueeze(1)], 1).long()
     states = []
-    for is_whole in (False, True):
-        fast, done = compiled(model, rows="random:0.25", first_rows=4), 0
-        static = StaticCache(config=model.config, max_cache_len=ROWS)
-        given: dict[str, Any] = {"past_key_values": static} if is_static else {}
-        with torch.no_grad(), prompt_length(ROWS), torch._dynamo.config.patch(recompile_limit=64):
-            for rows in (50, 40, 30):
-                done += rows
-                call = {**given, "attention_mask": mask if is_whole else mask[:, :done]}
-                output = fast(ids[:, done - rows : done], use_cache=True, logits_to_keep=1, **call)
-                given = {"past_key_values": cache_of(output)}
+    for name in ("until now", "whole", "all") if cache == "allocated" else ("until now", "whole"):
+        fast, done, given = compiled(model, rows="random:0.25", first_rows=4), 0, dict[str, Any]()
+        if cache != "growing":
+            given = {"past_key_values": StaticCache(config=model.config, max_cache_len=former + ROWS + 8)}
+        if cache == "allocated":
+            given["past_key_values"].early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+            if former:
+                given = {
+                    "past_key_values": cache_of(model(token_ids(former, batch=2, seed=5), use_cache=True, **given))
+                }
+            with prompt_length(ROWS):
+                for rows in (50, 40, 30):
+                    done += rows
+                    said = {
+                        "until now": mask[:, : former + done],
+                        "whole": mask,
+                        "all": torch.nn.functional.pad(mask, (0, 8)),
+                    }
+                    call = {**given, "attention_mask": said[name]}
+                    output = fast(ids[:, done - rows : done], use_cache=True, logits_to_keep=1, **call)
+                    given = {"past_key_values": cache_of(output)}
         states.append(states_of(output))
-    assert max(worst([states[0][key]], [states[1][key]]) for key in states[0]) < 1e-5
+    for found in states[1:]:
+        assert max(worst([states[0][key]], [found[key]]) for key in found) < 1e-5
     assert any(graph.chunk and graph.filled for graph in report(model).graphs)
 
 

@@ -41,13 +41,13 @@ def longer_tail(model: Any, maps: RidgeMaps, rows: int, tail: int) -> int:
     """
     found: list[GraphModule] = []
 
-    refusals: list[RidgefillError] = []
+    refusals: list[Exception] = []
 
     def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             found.append(capture(module))
-        except RidgefillError as refusal:
-            refusals.append(refusal)
+        except Exception as error:  # whatever it is, Dynamo would wrap it in one of its own
+            refusals.append(error)
         raise _Captured
 
     substitute_recurrences(model)

@@ -338,6 +338,26 @@ def test_padding_is_not_selected() -> None:
         assert index[1].min() < 12
 
 
+@pytest.mark.parametrize("cache", ["growing", "static", pytest.param("growing, longer mask", marks=pytest.mark.heavy)])
+def test_hidden_rows_of_a_second_turn_are_not_selected(cache: str) -> None:
+    """Wherever they lie among its rows, where lengths are symbolic: by the mask's columns for this turn's keys."""
+    model, calls = built("llama"), []
+    variants = variants_of("tail:0.25", ways={"eliminated": ("identity", True)})
+    for old, rows in ((11, 40), (19, 52), (26, 44)):
+        given = {"past_key_values": StaticCache(model.config, max_cache_len=100)} if cache == "static" else {}
+        with torch.no_grad():
+            past = cache_of(model(token_ids(old, batch=2, seed=5), use_cache=True, **given))
+        mask = torch.ones(2, old + rows, dtype=torch.int64)
+        mask[0, -TAIL - 6 : -TAIL] = 0
+        mask = torch.nn.functional.pad(mask, (0, 7 if "longer" in cache else 0), value=1)
+        calls.append(call_of(token_ids(rows, batch=2), attention_mask=mask, past_key_values=past))
+    variants.run(model, *calls)
+    assert variants.compiled == 2
+    index = index_of(variants)
+    assert index[0].tolist() == [*range(44 - TAIL - 6 - 9, 44 - TAIL - 6)]
+    assert index[1].tolist() == [*range(44 - TAIL - 9, 44 - TAIL)]
+
+
 def fails(operands: list[Tensor], scale: float | None) -> int:
     """As torch does that was built without the device's kernels."""
     raise NotImplementedError("aten::_fused_sdp_choice")

@@ -105,7 +105,9 @@ class TestShare:
         mask[1, :4], mask[2, :8] = 0, 0
         torch.testing.assert_close(filled_of(before, chunk, mask), torch.tensor([4 / 6, 3 / 4, 0.0, 4 / 6]))
         torch.testing.assert_close(filled_of(before, chunk, None), torch.tensor([4 / 6]))
-        assert filled_of(torch.zeros(2), chunk, mask[:, :4]).tolist() == [0.0] * 4  # two are named where there is one
+        # Two are named where there is one; and a mask of the chunk alone.
+        assert filled_of(torch.tensor([0, 1]), chunk, mask[3:, :4]).tolist() == [1.0]
+        assert filled_of(before, chunk, mask[:, :3]).tolist() == pytest.approx([4 / 6])
         assert filled_of(None, chunk, mask) == 0.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +174,40 @@ def test_broken_pass_is_caught(broken: Pass, message: str) -> None:
     before = graph()
     with pytest.raises(BrokenPass, match=f"^planted: .*{message}"):
         verify(broken(copy_module(before)), before, "planted")
+
+
+@pytest.mark.parametrize("broken", [type_not_as_claimed, shape_changed_behind_the_claim, does_not_run])
+def test_what_was_found_right_is_no_excuse_for_what_is_broken(broken: Pass) -> None:
+    """Nor is a graph that was never checked, or that was changed since."""
+    before = graph()
+    verify(before)
+    with pytest.raises(BrokenPass, match="planted"):
+        verify(broken(copy_module(before)), before, "planted")
+    never_checked = broken(graph())
+    with pytest.raises(BrokenPass, match="planted"):
+        verify(copy_module(never_checked), never_checked, "planted")
+    broken(before)
+    for after in (before, copy_module(before)):
+        with pytest.raises(BrokenPass, match="planted"):
+            verify(after, before, "planted")
+
+
+def test_calls_that_were_found_right_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Node] = []
+
+    def value_of(self: Emitter, node: Node) -> Any:
+        ran.append(node)
+        return run(self, node)
+
+    run = Emitter.value_of
+    monkeypatch.setattr(Emitter, "value_of", value_of)
+    before = graph()
+    verify(before)
+    assert len(ran) > 5
+    after = added_result(copy_module(before))
+    ran.clear()
+    verify(after, before)
+    assert [node.target for node in ran] == [aten.sum.default]
 
 
 def length_of_this_prompt(module: GraphModule) -> GraphModule:
