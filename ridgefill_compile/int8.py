@@ -5,9 +5,9 @@
 Codes are rounded against the scale as it is stored, so no weight is off by more than half of it: 0.395 % of the
 largest weight of its group.
 
-In a graph the matrix is made right before its product. torch's product that takes codes has one scale a row; a sum of it
-over groups took 635 ms where making the matrix first took 15 (3,584 rows, width 576, float32, on two cores). It is worth it
-for bfloat16 on CPUs that do not multiply it (42 ms for 121), where the model's own products are as slow.
+In a graph the matrix is made right before its product. torch's product that takes codes has one scale a row; a sum of
+it over groups took 635 ms where making the matrix first took 15 (3,584 rows, width 576, float32, on two cores). It is
+worth it for bfloat16 on CPUs that do not multiply it (42 ms for 121), where the model's own products are as slow.
 """
 
 from __future__ import annotations
