@@ -168,7 +168,7 @@ def compile_chunk(
         if chunk is not None and options.route != "exact":
             lowered = fill_graph(module, inputs, options, graph_report, chunk)
             graph_report.filled = True
-            what = "before the prompt's tail" if chunk == WHOLE else "in which the prompt's tail begins"
+            what = "before the prompt's tail" if chunk == WHOLE else "that holds exact rows, kept ones or the tail's"
             graph_report.reason = f"a chunk {what}, filled from layer {graph_report.split} on"
     except (OptionError, MapsError):
         raise

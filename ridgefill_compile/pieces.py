@@ -90,7 +90,7 @@ def prompt_length(rows: Any) -> Iterator[None]:
         OptionError: the length is no whole number above 0.
 
     Warns:
-        RidgefillWarning: no chunk of a compiled model came by.
+        RidgefillWarning: no chunk of a compiled model came by, or fewer rows than were said.
     """
     ids = None
     if isinstance(rows, torch.Tensor):
@@ -108,6 +108,13 @@ def prompt_length(rows: Any) -> Iterator[None]:
     if prompt.done == 0:
         warnings.warn(
             "prompt_length: no model compiled with backend 'ridgefill' ran in it", RidgefillWarning, stacklevel=3
+        )
+    elif prompt.done < prompt.rows:
+        warnings.warn(
+            f"prompt_length: {prompt.rows} rows were said and {prompt.done} came, so the last ones were taken for rows "
+            "before the tail, and logits may be NaN; say the rows that come, without those that the cache holds",
+            RidgefillWarning,
+            stacklevel=3,
         )
 
 
@@ -253,8 +260,10 @@ class InPieces:
         """Which of a chunk's first `filled` rows, those before the tail, stay exact.
 
         Raises:
-            CannotFill: selectors cannot choose them.
+            CannotFill: selectors cannot choose them, or the prompt was said to have other ids.
         """
+        if prompt.ids is not None:
+            self.check_ids(prompt, inputs, done)
         wanted = self.first_rows()
         if not wanted and not self.selectors:
             return set()  # without a look at the mask, which may lie on a device
@@ -264,7 +273,6 @@ class InPieces:
             begins = 0 if padding is None else int(padding.max())
             kept.update(range(done, begins + wanted))
         if self.selectors:
-            self.check_ids(prompt, inputs, done)
             kept |= rows_to_keep(
                 self.selectors,
                 prompt.rows,

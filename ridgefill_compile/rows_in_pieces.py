@@ -46,8 +46,8 @@ def rows_to_keep(
     for selector in selectors:
         if not getattr(selector, "from_tokens", False):
             raise CannotFill(
-                f"the rows of a prompt in pieces cannot be selected by {type(selector).__name__}: it reads attention, "
-                "and the prompt's last rows are not there yet",
+                f"the rows of a prompt in pieces cannot be selected by {type(selector).__name__}: it may read "
+                "attention (it does not say from_tokens = True), and the prompt's last rows are not there yet",
                 hint="run the prompt at once; or select by tokens and positions alone (protected, numbers, random, "
                 "tail, or a selector with from_tokens = True)",
             )

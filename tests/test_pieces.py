@@ -282,3 +282,13 @@ def test_a_length_that_nobody_heard_is_told() -> None:
     with pytest.warns(RidgefillWarning, match="ran in it"), prompt_length(ROWS):
         model(token_ids(rows=ROWS))
     assert ridgefill_compile.prompt_length is prompt_length
+
+
+def test_a_length_that_is_too_long_is_told() -> None:
+    """As where rows of a former turn are counted, too; and ids that are said are looked at."""
+    model, ids = llama(), token_ids(rows=ROWS)
+    with pytest.warns(RidgefillWarning, match="200 rows were said and 120 came"), prompt_length(200):
+        at_once(compiled(model), ids)
+    both = torch.cat([token_ids(rows=30, seed=3), ids], 1)
+    with pytest.raises(CannotFill, match="are not those that prompt_length was given"), prompt_length(both):
+        at_once(compiled(model), ids)

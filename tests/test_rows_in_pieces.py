@@ -340,7 +340,7 @@ def test_a_last_row_alone_is_kept() -> None:
 
 
 def test_a_selector_says_what_it_reads() -> None:
-    with pytest.raises(CannotFill, match="cannot be selected by Unsaid: it reads attention"):
+    with pytest.raises(CannotFill, match="cannot be selected by Unsaid: it may read attention"):
         rows_to_keep([Random(0.1), Unsaid()], ROWS, TAIL)
 
 
