@@ -34,7 +34,9 @@ def real(*size: int) -> Tensor:
 X, W = real(B, N, D), real(3 * PART, D)
 
 
-def unfused(function: Graph, *inputs: Tensor, dynamic: Collection[tuple[int, int]] = ()) -> GraphModule:
+def unfused(
+    function: Graph, *inputs: Tensor, dynamic: Collection[tuple[int, int]] = (), close: float = 1e-5
+) -> GraphModule:
     """What is left of a graph's rows, taken apart and verified; equal on the inputs it was traced with."""
     before = traced(function, *inputs, dynamic=dynamic)
     apart = unfuse(before)
@@ -43,7 +45,7 @@ def unfused(function: Graph, *inputs: Tensor, dynamic: Collection[tuple[int, int
     verify(after, apart, "eliminate")
     expected = before(*inputs)
     for module in (apart, after):
-        torch.testing.assert_close(module(*inputs), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(module(*inputs), expected, rtol=close, atol=close)
     return after
 
 
@@ -435,7 +437,7 @@ def programs(draw: st.DrawFn) -> tuple[Graph, str]:
 def test_any_program_gives_the_same_and_costs_no_more(program: tuple[Graph, str]) -> None:
     function, told = program
     weights = real(36, D)
-    after = unfused(function, X, weights)
+    after = unfused(function, X, weights, close=1e-4)  # three convolutions in a row may round 2e-5 apart
     plain = eliminate(traced(function, X, weights))
     extra = 36 * D * B * 2 + 36 * 2 * B * 8  # the fused product and its convolutions again, on the rows of the state
     assert int(multiply_adds(after.graph)) <= int(multiply_adds(plain.graph)) + extra, told
